@@ -1,0 +1,113 @@
+"""Causal grouped-query attention over a cache of packed keys and values.
+
+A key is used by itself (one score needs one key), so each key keeps a grid of its own. Values are summed ACROSS
+positions, so they are kept as integers beside their step, and each row of probabilities is put on one common grid for
+all of them. N kv heads, G = H // N query heads for each, S = start + T keys.
+"""
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from refkernels.exact.elementary import LOG2E, exp2
+from refkernels.exact.reduce import bit_budget, integers, matmul, row_max, row_sum, running_max, snap
+
+Q_BITS = 24
+V_BITS = 23
+P_BITS = 30      # probabilities, relative to the row's largest
+SUM_BITS = 29    # the steps of a row of weights sum to 2^29 plus rounding, however long the context
+MAX_CONTEXT = 2**22  # P_BITS + log2(S) <= 52
+_BLOCK = 2**17   # scores in work at once: they stay in the L2 cache
+
+
+class KV(NamedTuple):
+    """Packed keys and values of some positions, one array a field, head first."""
+
+    k: np.ndarray        # (N, T, D) float64, each row on its own grid
+    v: np.ndarray        # (N, T, D) float64, integers
+    v_step: np.ndarray   # (N, T) float64, a power of two: the value is v * v_step
+
+
+def _k_bits(head_dim: int) -> int:
+    return bit_budget(head_dim, Q_BITS, 24, 12, "attention scores")
+
+
+def kv_fields(head_dim: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    """Name -> (shape for one position and head, dtype) of what ``pack_kv`` makes. Raises BoundError."""
+    _k_bits(head_dim)
+    return {"k": ((head_dim,), np.float64), "v": ((head_dim,), np.float64), "v_step": ((), np.float64)}
+
+
+def pack_kv(k: np.ndarray, v: np.ndarray) -> KV:
+    """Keys (after norm and rotation) and values as the cache stores them. (T, N, D) float32 twice."""
+    v_int, step = integers(v.swapaxes(0, 1), V_BITS)          # (N, T, D), (N, T, 1)
+    return KV(snap(k.swapaxes(0, 1), _k_bits(k.shape[-1])), v_int, step[..., 0])
+
+
+def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
+    """softmax(q k^T / sqrt(D), causal) v. q: (T, H, D) float32 at positions start..start+T-1 -> (T, H * D) float32.
+
+    runs: the packed positions 0..start+T-1 in order, as one or more stretches.
+    """
+    t, h, d = q.shape
+    n = runs[0].k.shape[0]
+    g = h // n
+    q = snap(q * np.float32(float(LOG2E) / d**0.5), Q_BITS)   # (T, H, D)
+    q = q.reshape(t, n, g, d).swapaxes(0, 1).reshape(n, t * g, d)         # (N, T * G, D)
+    step = runs[0].v_step if len(runs) == 1 else np.concatenate([run.v_step for run in runs], axis=1)  # (N, S)
+    step_max = running_max(step)[:, start:]                   # (N, T): below each query's position
+    out = np.empty((n, t * g, d), np.float32)                 # (N, T * G, D)
+    for heads, first, last in _blocks(n, t, g, start + t):
+        rows = slice(first * g, last * g)
+        keys = start + last
+        top = np.repeat(step_max[heads, first:last], g, axis=1)[..., None]
+        out[heads, rows] = _attend(q[heads, rows], _clip(runs, heads, keys), step[heads, :keys], top, last - first, g)
+    return out.reshape(n, t, g, d).swapaxes(0, 1).reshape(t, h * d)
+
+
+def _blocks(n: int, t: int, g: int, s: int):
+    """(kv heads, first query, one past the last) such that a block holds about _BLOCK scores."""
+    queries = max(1, min(t, _BLOCK // (g * s)))
+    heads = max(1, min(n, _BLOCK // (g * s * queries)))
+    for a in range(0, n, heads):
+        for first in range(0, t, queries):
+            yield slice(a, a + heads), first, min(t, first + queries)
+
+
+def _clip(runs: Sequence[KV], heads: slice, keys: int) -> list[tuple[int, int, KV]]:
+    """(from, to, stretch) of the stretches that hold the first ``keys`` positions, for some heads."""
+    clipped, a = [], 0
+    for run in runs:
+        b = min(keys, a + run.k.shape[1])
+        if b > a:
+            clipped.append((a, b, KV(run.k[heads, :b - a], run.v[heads, :b - a], run.v_step)))
+        a = b
+    return clipped
+
+
+def _attend(q, runs, step, step_max, queries, g):
+    """One block. q: (n, R * G, D); step: (n, S); step_max: (n, R * G, 1); the last R keys are the queries' own."""
+    n, rows, d = q.shape
+    keys = step.shape[-1]
+    scores = np.empty((n, rows, keys), np.float64)            # (n, R * G, S), in units of log 2
+    for a, b, run in runs:
+        matmul(q, run.k.swapaxes(1, 2), out=scores[..., a:b])
+    if queries > 1:                                           # a query sees no key after its own
+        own = scores.reshape(n, queries, g, keys)[..., keys - queries:]
+        future = ~np.tri(queries, dtype=bool)                 # (R, R)
+        np.copyto(own, -np.inf, where=future[:, None])
+    scores -= row_max(scores)
+    p = exp2(scores.astype(np.float32))                       # (n, R * G, S) in (0, 1]; 2^-126 where masked
+    weight = np.multiply(p, np.float32(2.0**P_BITS), out=p)
+    np.rint(weight, out=scores)                               # integers up to 2^30; 0 where masked
+    total = row_sum(scores)                                   # (n, R * G, 1)
+    grid = np.frexp(total * step_max)[1] - np.int32(SUM_BITS)
+    scores *= step[:, None]
+    scores *= np.ldexp(1.0, -grid)
+    weight = np.rint(scores, out=scores)                      # steps of 2^grid, for all positions alike
+    acc = np.zeros((n, rows, d), np.float64)                  # (n, R * G, D)
+    for a, b, run in runs:
+        acc += matmul(weight[..., a:b], run.v)
+    acc *= np.ldexp(1.0, grid)
+    acc /= total
+    return acc

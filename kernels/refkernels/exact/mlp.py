@@ -1,0 +1,73 @@
+"""Linear layers, and the gate of SwiGLU."""
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from refkernels.errors import BoundError
+from refkernels.exact.elementary import LOG2E, exp2
+from refkernels.exact.reduce import BITS, grid_exponent, l1_bound, matmul, row_max, row_sum, snap
+
+X_BITS = 24  # an activation keeps its 24 bits where it is the largest of its row
+W_BITS = 28  # the steps of one output's weights sum to 2^28, plus rounding
+
+
+class Linear(NamedTuple):
+    """A packed weight. weight: (K, N) float64, column n on a grid of its own; bias: (N,) float64 or None."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+
+
+def pack_linear(shape: tuple[int, int], blocks: Iterable[np.ndarray], bias: np.ndarray | None = None) -> Linear:
+    """Pack an (N, K) weight that comes as float32 blocks of rows, so that two copies never exist.
+
+    Each row gets a grid from its L1 norm, not its maximum: with activations of 24 bits, no dot product passes 2^53.
+    Stored transposed, which is the faster way round for float64 products of few rows.
+    Raises BoundError when the row is too long for that, NonFiniteError (row of the weight) on an infinity or a NaN.
+    """
+    n, k = shape
+    packed = np.empty((k, n), np.float64)                     # (K, N)
+    row = 0
+    for block in blocks:
+        w = block.astype(np.float64)                          # (n, K)
+        try:
+            packed[:, row:row + len(w)] = _on_grid(w).T
+        except BoundError as error:
+            raise BoundError(f"rows from {row}: {error}") from None
+        row += len(w)
+    if row != n:
+        raise ValueError(f"blocks hold {row} rows of a weight of {n}")
+    return Linear(packed, None if bias is None else bias.astype(np.float64) + 0.0)
+
+
+def _on_grid(w: np.ndarray) -> np.ndarray:
+    """(n, K) float64, each row rounded to steps of which its weights together count at most 2^29."""
+    grid_exponent(w, 0)                                       # raises where a weight is not finite
+    e = np.frexp(l1_bound(w))[1] - np.int32(W_BITS)           # (n, 1)
+    w = np.rint(np.ldexp(w, -e))                              # (n, K) integers
+    steps = row_max(row_sum(np.abs(w)).ravel())               # the bound itself, from the weights as they are
+    if steps[0] * 2.0**X_BITS > 2.0**BITS:
+        raise BoundError(f"a row of {w.shape[1]} weights counts {steps[0]:.0f} steps; 2^{BITS - X_BITS} are allowed")
+    return np.ldexp(w, e)
+
+
+def linear(x: np.ndarray, w: Linear) -> np.ndarray:
+    """x @ W.T + b, exact until its one rounding to float32. (..., K) float32 -> (..., N) float32."""
+    y = matmul(snap(x, X_BITS), w.weight)                     # (..., N)
+    y += 0.0 if w.bias is None else w.bias                    # + 0.0: no -0.0 left by the BLAS
+    return y.astype(np.float32)
+
+
+def swiglu(gate_up: np.ndarray) -> np.ndarray:
+    """silu(gate) * up, gate and up side by side. (T, 2F) float32 -> (T, F) float32. Shazeer 2020."""
+    width = gate_up.shape[-1] // 2
+    y = np.empty((len(gate_up), width), np.float32)           # (T, F)
+    rows = max(1, 65536 // width)                             # a block of both halves stays in the L2 cache
+    for i in range(0, len(y), rows):
+        gate, up = gate_up[i:i + rows, :width], gate_up[i:i + rows, width:]
+        e = exp2(np.minimum(gate * -LOG2E, np.float32(126.0)))
+        e += np.float32(1.0)
+        np.divide(gate, e, out=e)
+        np.multiply(e, up, out=y[i:i + rows])
+    return y

@@ -1,0 +1,18 @@
+"""The native set: the same functions in plain float32 on the BLAS, as other engines compute.
+
+Its results depend, in the last bits, on how many rows are computed together, on the BLAS and on the CPU. It is the
+control of our proofs: what holds for ``exact`` must be able to fail here.
+"""
+import numpy as np
+
+from refkernels.native.attention import KV, MAX_CONTEXT, attention, kv_fields, pack_kv
+from refkernels.native.mlp import Linear, linear, pack_linear, swiglu
+from refkernels.native.norm import pack_norm, rms_norm
+from refkernels.native.rope import rope_table, rotate
+from refkernels.native.sampling import argmax, token_weights
+
+NAME = "native"
+DTYPE = np.float32  # of activations and weights
+
+__all__ = ["DTYPE", "KV", "MAX_CONTEXT", "NAME", "Linear", "argmax", "attention", "kv_fields", "linear", "pack_kv",
+           "pack_linear", "pack_norm", "rms_norm", "rope_table", "rotate", "swiglu", "token_weights"]

@@ -1,0 +1,75 @@
+"""Causal grouped-query attention over a cache of keys and values.
+
+N kv heads, G = H // N query heads for each, S = start + T keys.
+"""
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_CONTEXT = 2**31
+_BLOCK = 2**18   # scores in work at once: they stay in the L2 cache
+
+
+class KV(NamedTuple):
+    """Keys and values of some positions, head first."""
+
+    k: np.ndarray        # (N, T, D)
+    v: np.ndarray        # (N, T, D)
+
+
+def kv_fields(head_dim: int, dtype=np.float32) -> dict[str, tuple[tuple[int, ...], type]]:
+    """Name -> (shape for one position and head, dtype) of what ``pack_kv`` makes."""
+    return {"k": ((head_dim,), dtype), "v": ((head_dim,), dtype)}
+
+
+def pack_kv(k: np.ndarray, v: np.ndarray) -> KV:
+    """Keys (after norm and rotation) and values as the cache stores them. (T, N, D) twice."""
+    return KV(k.swapaxes(0, 1), v.swapaxes(0, 1))
+
+
+def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
+    """softmax(q k^T / sqrt(D), causal) v. q: (T, H, D) at positions start..start+T-1 -> (T, H * D).
+
+    runs: the packed positions 0..start+T-1 in order, as one or more stretches.
+    """
+    t, h, d = q.shape
+    n = runs[0].k.shape[0]
+    g = h // n
+    q = (q * q.dtype.type(1 / d**0.5)).reshape(t, n, g, d).swapaxes(0, 1).reshape(n, t * g, d)  # (N, T * G, D)
+    out = np.empty((n, t * g, d), q.dtype)                    # (N, T * G, D)
+    queries = max(1, min(t, _BLOCK // (g * (start + t))))
+    heads = max(1, min(n, _BLOCK // (g * (start + t) * queries)))
+    for head in range(0, n, heads):
+        some = slice(head, head + heads)
+        for first in range(0, t, queries):
+            last = min(t, first + queries)
+            rows = slice(first * g, last * g)
+            out[some, rows] = _attend(q[some, rows], [(run.k[some], run.v[some]) for run in runs], start + last,
+                                      last - first, g)
+    return out.reshape(n, t, g, d).swapaxes(0, 1).reshape(t, h * d)
+
+
+def _attend(q, runs, keys, queries, g):
+    """One block. q: (n, R * G, D); the last R of the keys are the queries' own."""
+    n, rows, d = q.shape
+    scores = np.empty((n, rows, keys), q.dtype)               # (n, R * G, S)
+    pieces, a = [], 0
+    for k, v in runs:
+        b = min(keys, a + k.shape[1])
+        if b > a:
+            pieces.append((a, b, v[:, :b - a]))
+            np.matmul(q, k[:, :b - a].swapaxes(1, 2), out=scores[..., a:b])
+        a = b
+    if queries > 1:                                           # a query sees no key after its own
+        own = scores.reshape(n, queries, g, keys)[..., keys - queries:]
+        future = ~np.tri(queries, dtype=bool)                 # (R, R)
+        np.copyto(own, -np.inf, where=future[:, None])
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)                # (n, R * G, 1)
+    acc = np.zeros((n, rows, d), q.dtype)                     # (n, R * G, D)
+    for a, b, v in pieces:
+        acc += scores[..., a:b] @ v
+    acc /= total
+    return acc

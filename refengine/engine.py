@@ -1,0 +1,188 @@
+"""The engine protocol, and the sequential engine. Floor 5.
+
+An engine remembers: it owns one sequence's K/V, extends it, and can rewind it. What it holds is `tokens`; every way out
+of a call (end, stop, cancel, exception) leaves `tokens`, `processed_token_count` and `logits` in agreement.
+"""
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from refengine.errors import FeedError, StaleGenerationError
+from refengine.model import Model, load_model
+from refengine.sampling import GREEDY, Sampling
+
+
+class Engine(abc.ABC):
+    """What `Chat` and the proofs need of an engine; implement it to put your own under them."""
+
+    prefix_reuse_feeds_full_sequence: bool = True
+    """The feed contract after a trim. True: pass the FULL running sequence, the engine skips what it holds.
+    False: pass only the suffix that it does not hold."""
+
+    @property
+    @abc.abstractmethod
+    def tokens(self) -> list[int]:
+        """Exactly the ids that have K/V in the cache, in order."""
+
+    @property
+    def processed_token_count(self) -> int:
+        """The offset: len(tokens), the same in every layer."""
+        return len(self.tokens)
+
+    @property
+    @abc.abstractmethod
+    def logits(self) -> np.ndarray | None:
+        """float32 (V,) of the last position held; None when it was not computed since the last trim or reset."""
+
+    def trim_kv_cache(self, length: int) -> int:
+        """Rewind toward ``length``. Returns the prefix ACTUALLY retained, from which the caller goes on.
+
+        Negative: the state cannot be rewound (recurrent layers), nothing was changed, `reset` instead. That is the
+        default. ValueError when length < 0.
+        """
+        if length < 0:
+            raise ValueError(f"trim_kv_cache({length}): a length is not negative")
+        return -1
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forget everything."""
+
+    @abc.abstractmethod
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Process tokens (as the feed contract says) without generating. At least one must be new."""
+
+    @abc.abstractmethod
+    def generate(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop_ids: Collection[int] = (),
+                 sampling: Sampling = GREEDY) -> Iterator[int]:
+        """Process tokens (as the feed contract says), then yield new ids until a stop id, which is yielded last, or
+        ``max_tokens``. The id yielded last has no K/V yet: it lags one step. Closing the iterator cancels."""
+
+
+class SequentialEngine(Engine):
+    """One token a forward (S = 1), full-sequence feed. The plainest engine over the paged cache, and the yardstick."""
+
+    prefix_reuse_feeds_full_sequence = True
+    chunk_size = 1
+
+    def __init__(self, model: Model, *, capacity: int = 4096, page_size: int = 64, page_order: Sequence[int] | None = None):
+        self.model = model
+        self.cache = model.new_cache(capacity, page_size, page_order)
+        self._logits: np.ndarray | None = None
+        self._use = 0  # counts the calls that change the state: an iterator of an older one must not go on
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.cache.tokens
+
+    @property
+    def processed_token_count(self) -> int:
+        return self.cache.offset
+
+    @property
+    def logits(self) -> np.ndarray | None:
+        return self._logits
+
+    def trim_kv_cache(self, length: int) -> int:
+        """Rewind: set the offset. Returns min(length, processed_token_count). Takes the same time for any length."""
+        if length < 0:
+            raise ValueError(f"trim_kv_cache({length}): a length is not negative")
+        self._begin()
+        if length < self.cache.offset:
+            self.cache.trim_to(length)
+            self._logits = None  # they were of a position that is gone
+        return self.cache.offset
+
+    def reset(self) -> None:
+        self._begin()
+        self.cache.trim_to(0)
+        self._logits = None
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """See `Engine.prefill`. Raises FeedError or CapacityError before anything is changed, NonFiniteError."""
+        suffix = self._new(tokens)
+        self._begin()
+        self._run(suffix)
+
+    def generate(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop_ids: Collection[int] = (),
+                 sampling: Sampling = GREEDY) -> Iterator[int]:
+        """See `Engine.generate`. Nothing runs before the first id is asked for, but bad tokens are refused at once.
+
+        Raises FeedError or CapacityError before anything is changed. While iterating: CapacityError when the cache is
+        full, NonFiniteError, StaleGenerationError when the engine was used for something else meanwhile.
+        """
+        suffix = self._new(tokens)
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"max_tokens is {max_tokens}, but must be at least 0")
+        return self._generate(suffix, self._begin(), max_tokens, frozenset(stop_ids), sampling)
+
+    def _new(self, tokens: Sequence[int]) -> np.ndarray:
+        """The tokens that are not in the cache yet, checked. Full-sequence feed: what it holds must come first."""
+        ids, held = self.model.check_tokens(tokens), self.cache.ids()
+        if len(ids) < len(held) or not np.array_equal(ids[:len(held)], held):
+            same = min(len(ids), len(held))
+            differ = np.flatnonzero(ids[:same] != held[:same])
+            at = int(differ[0]) if len(differ) else same
+            raise FeedError(f"the full sequence is due, but it differs from the {len(held)} cached tokens at {at}: "
+                            f"trim_kv_cache({at}) first")
+        return self._fits(ids[len(held):])
+
+    def _fits(self, suffix: np.ndarray) -> np.ndarray:
+        if not len(suffix):
+            raise FeedError("no new token to run, so there would be no logits: "
+                            f"trim_kv_cache({max(0, self.cache.offset - 1)}) and feed the last token again")
+        self.cache.reserve(len(suffix))
+        return suffix
+
+    def _begin(self) -> int:
+        self._use += 1
+        return self._use
+
+    def _run(self, tokens: np.ndarray) -> None:
+        """Forward in chunks, each committed when it is complete."""
+        for i in range(0, len(tokens), self.chunk_size):
+            chunk = tokens[i:i + self.chunk_size]
+            self._commit(chunk, self.model.run(self.cache, chunk))
+
+    def _commit(self, tokens: np.ndarray, logits: np.ndarray) -> None:
+        self._logits = None  # an interrupt between the next two lines must not pair old logits with a new offset
+        self.cache.commit(tokens)
+        self._logits = logits[-1].astype(np.float32, copy=False)
+
+    def _generate(self, suffix: np.ndarray, use: int, max_tokens: int | None, stop_ids: frozenset[int],
+                  sampling: Sampling) -> Iterator[int]:
+        count = 0
+        while max_tokens is None or count < max_tokens:
+            if self._use != use:
+                raise StaleGenerationError("the engine was trimmed, reset or fed since this generation began")
+            self._run(suffix)
+            token = sampling.pick(self.model.op, self._logits, self.cache.ids())
+            count += 1
+            yield token
+            if token in stop_ids:
+                return
+            suffix = np.array([token])
+
+
+def load(model: str | os.PathLike | Model, *, engine: str = "sequential", arithmetic: str | None = None,
+         capacity: int = 4096, page_size: int = 64, chunk_size: int | None = None) -> SequentialEngine:
+    """An engine over a model: a path, a hub id, "tiny", or a Model that is already loaded.
+
+    engine: "sequential" (one token a forward) or "pipelined" (chunks of ``chunk_size`` tokens, 256 unless said, and a
+    step in flight). arithmetic: "exact" (default), "native", "native64". capacity: most tokens the cache may hold.
+    Raises CheckpointError, ConfigError, ValueError.
+    """
+    settings = {"capacity": capacity, "page_size": page_size}
+    if engine == "sequential":
+        if chunk_size not in (None, 1):
+            raise ValueError("the sequential engine feeds one token a forward; chunk_size is for the pipelined one")
+        return SequentialEngine(load_model(model, arithmetic), **settings)
+    if engine == "pipelined":
+        from refengine.pipelined import PipelinedEngine
+
+        return PipelinedEngine(load_model(model, arithmetic), chunk_size=256 if chunk_size is None else chunk_size, **settings)
+    raise ValueError(f"engine {engine!r} is not one of sequential, pipelined")

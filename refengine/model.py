@@ -1,0 +1,162 @@
+"""The model: one forward pass for Qwen3, Qwen2 and Llama. Floor 4.
+
+T new tokens, S = offset + T, H query heads, N kv heads, D head size, E hidden, F mlp, V vocabulary.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import numpy as np
+
+from refengine.cache import Cache, PagePool
+from refengine.checkpoint import Checkpoint, open_checkpoint
+from refengine.config import ModelConfig
+from refengine.errors import CheckpointError, FeedError, NonFiniteError
+from refengine.tokenizer import Tokenizer
+from refengine.weights import Weights, load_weights
+from refkernels import BoundError, NonFiniteError as KernelNonFiniteError, arithmetic as kernel_set, probe
+
+Tap = Callable[[str, np.ndarray], np.ndarray]
+
+
+def forward(model: Model, cache: Cache, tokens: np.ndarray, *, every: bool = False, tap: Tap = lambda name, x: x) -> np.ndarray:
+    """Logits of the last of T tokens that follow the cache's, (1, V), or with ``every`` of all of them, (T, V).
+
+    Writes their K/V above the offset and does NOT commit: until the caller does, nothing has happened.
+    ``tap(name, array)`` sees every activation and returns it, or another one to go on with.
+    """
+    op, c, w = model.op, model.config, model.weights
+    start, T, H, N, D = cache.offset, len(tokens), c.heads, c.kv_heads, c.head_dim
+    cache.reserve(T)
+    cos, sin = model.rope_rows(start, start + T)                                  # (T, D/2)
+    x = tap("embed", w.embed(tokens))                                             # (T, E)
+    for i, layer in enumerate(w.layers):
+        at = f"layers.{i}."
+        h = tap(at + "attn_norm", op.rms_norm(x, layer.attn_norm, c.rms_norm_eps))        # (T, E)
+        qkv = op.linear(h, layer.qkv).reshape(T, H + 2 * N, D)                    # (T, H + 2N, D)
+        q, k, v = tap(at + "q", qkv[:, :H]), tap(at + "k", qkv[:, H:H + N]), tap(at + "v", qkv[:, H + N:])
+        if c.qk_norm:                                                             # before the rotation
+            q = tap(at + "q_norm", op.rms_norm(q, layer.q_norm, c.rms_norm_eps))          # (T, H, D)
+            k = tap(at + "k_norm", op.rms_norm(k, layer.k_norm, c.rms_norm_eps))          # (T, N, D)
+        q = tap(at + "q_rope", op.rotate(q, cos, sin))                            # (T, H, D)
+        k = tap(at + "k_rope", op.rotate(k, cos, sin))                            # (T, N, D)
+        cache.write(i, op.pack_kv(k, v))
+        heads = tap(at + "heads", op.attention(q, cache.read(i, T), start))       # (T, H * D)
+        x = tap(at + "attn_residual", x + tap(at + "o", op.linear(heads, layer.o)))       # (T, E)
+        h = tap(at + "mlp_norm", op.rms_norm(x, layer.mlp_norm, c.rms_norm_eps))  # (T, E)
+        h = tap(at + "act", op.swiglu(tap(at + "gate_up", op.linear(h, layer.gate_up))))  # (T, F)
+        x = tap(at + "residual", x + tap(at + "down", op.linear(h, layer.down)))  # (T, E)
+    x = tap("norm", op.rms_norm(x if every else x[-1:], w.norm, c.rms_norm_eps))  # (T or 1, E)
+    return tap("logits", op.linear(x, w.head))                                    # (T or 1, V)
+
+
+@dataclass(eq=False)
+class Model:
+    """A loaded model: configuration, packed weights, the kernel set they are packed for."""
+
+    config: ModelConfig
+    weights: Weights
+    op: ModuleType
+    checkpoint: Checkpoint
+    _table: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
+
+    def new_cache(self, capacity: int, page_size: int, order: Sequence[int] | None = None) -> Cache:
+        """An empty cache with memory of its own. Raises ValueError when the capacity is more than the set can sum over."""
+        if capacity > self.op.MAX_CONTEXT:
+            raise ValueError(f"capacity is {capacity}; the {self.op.NAME} set can hold {self.op.MAX_CONTEXT}")
+        c = self.config
+        pool = PagePool(self.op, layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, pages=-(-capacity // page_size),
+                        page_size=page_size, order=order)
+        return Cache(pool, capacity)
+
+    def rope_rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin of positions start..stop-1, (T, D/2) each, from a table that grows by doubling."""
+        table = self._table
+        if table is None or len(table[0]) < stop:
+            size = max(64, 1 << (stop - 1).bit_length())
+            table = self._table = self.op.rope_table(self.config.rope.turns(self.config.head_dim),
+                                                     self.config.rope.attention_factor, 0, size)
+        return table[0][start:stop], table[1][start:stop]
+
+    def check_tokens(self, tokens: Sequence[int]) -> np.ndarray:
+        """Ids as an int64 array. Raises FeedError when one is not an id of this model's vocabulary."""
+        ids = np.asarray(tokens if len(tokens) else np.empty(0, np.int64))
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise FeedError(f"tokens must be a sequence of integer ids, not {ids.dtype} of shape {ids.shape}")
+        outside = np.flatnonzero((ids < 0) | (ids >= self.config.vocab))
+        if len(outside):
+            raise FeedError(f"token {outside[0]} is {ids[outside[0]]}, outside the vocabulary of {self.config.vocab}")
+        return ids.astype(np.int64, copy=False)
+
+    def run(self, cache: Cache, tokens: np.ndarray, *, every: bool = False, tap: Tap | None = None) -> np.ndarray:
+        """`forward`, with infinities and NaN turned into a NonFiniteError that names where they came from."""
+        try:
+            logits = forward(self, cache, tokens, every=every, **({"tap": tap} if tap else {}))
+            if np.isfinite(logits).all():
+                return logits
+        except KernelNonFiniteError:
+            pass
+        forward(self, cache, tokens, every=every, tap=_Watch(cache.offset, tap))  # nothing was committed: run it again
+        raise NonFiniteError(f"a kernel met an infinity or a NaN at positions {cache.offset}.."
+                             f"{cache.offset + len(tokens) - 1} that no activation shows")
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits of every position of a sequence, computed at once without a cache to reuse. (T,) ids -> float32 (T, V).
+
+        Raises FeedError on an id outside the vocabulary or an empty sequence, NonFiniteError.
+        """
+        ids = self.check_tokens(tokens)
+        if not len(ids):
+            raise FeedError("no tokens: there are no logits of nothing")
+        return self.run(self.new_cache(len(ids), 64), ids, every=True).astype(np.float32, copy=False)
+
+
+class _Watch:
+    """A tap that raises at the first activation with an infinity or a NaN."""
+
+    def __init__(self, start: int, inner: Tap | None):
+        self.start, self.inner = start, inner
+
+    def __call__(self, name: str, x: np.ndarray) -> np.ndarray:
+        x = self.inner(name, x) if self.inner else x
+        bad = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            where = f"position {self.start + row}" if name != "logits" else "the last position"
+            raise NonFiniteError(f"{name} is infinite or NaN at {where}")
+        return x
+
+
+def load_model(source: str | os.PathLike | Model, arithmetic: str | None = None) -> Model:
+    """Load a Hugging Face folder, a .gguf file, a hub id, or the built-in "tiny". A Model is returned as it is.
+
+    arithmetic: "exact" (the default; 8 bytes a weight), "native" (float32) or "native64".
+    Raises CheckpointError, ConfigError; ProbeError when this process cannot compute exactly.
+    """
+    if isinstance(source, Model):
+        if arithmetic not in (None, source.op.NAME):
+            raise ValueError(f"the model is loaded in {source.op.NAME} arithmetic, not {arithmetic}")
+        return source
+    op = kernel_set(arithmetic or "exact")
+    if op.NAME == "exact":
+        probe.require()
+    checkpoint = open_checkpoint(source)
+    try:
+        op.kv_fields(checkpoint.config.head_dim)
+    except BoundError as error:
+        raise CheckpointError(f"{checkpoint.source}: head_dim {checkpoint.config.head_dim}: {error}") from error
+    return Model(checkpoint.config, load_weights(checkpoint, op), op, checkpoint)
+
+
+def tiny(arithmetic: str | None = None) -> Model:
+    """The built-in model: Qwen3 architecture, random weights, a byte-level tokenizer, a few hundred kilobytes."""
+    return load_model("tiny", arithmetic)
+
+
+def load_tokenizer(source: str | os.PathLike | Model) -> Tokenizer:
+    """The tokenizer, chat template and stop ids of a model. Raises TokenizerError, CheckpointError, ConfigError."""
+    checkpoint = source.checkpoint if isinstance(source, Model) else open_checkpoint(source)
+    return checkpoint.tokenizer()

@@ -1,0 +1,126 @@
+"""From a checkpoint's tensors to the packed weights of a kernel set, one block of rows at a time. Floor 3."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from refengine.checkpoint import Checkpoint
+from refengine.errors import CheckpointError
+from refkernels import BoundError, NonFiniteError
+
+_BLOCK = 2**21  # weights converted at once
+
+
+class Layer(NamedTuple):
+    """Packed weights of one layer. q, k and v are one matrix, and so are gate and up: one product instead of several."""
+
+    attn_norm: np.ndarray
+    qkv: Any
+    q_norm: np.ndarray | None
+    k_norm: np.ndarray | None
+    o: Any
+    mlp_norm: np.ndarray
+    gate_up: Any
+    down: Any
+
+
+class Weights(NamedTuple):
+    """embed: (T,) ids -> (T, E) activations; layers; the last norm; the head."""
+
+    embed: Callable[[np.ndarray], np.ndarray]
+    layers: tuple[Layer, ...]
+    norm: np.ndarray
+    head: Any
+
+
+def load_weights(checkpoint: Checkpoint, op: ModuleType) -> Weights:
+    """Pack every parameter for a kernel set, each exactly once.
+
+    Raises CheckpointError: missing, unexpected or misshapen tensors, weights that are not finite, a row too long for
+    exact sums. Nothing is read before names and shapes fit.
+    """
+    config = checkpoint.config
+    check_names_and_shapes(checkpoint)
+    if config.tied and "lm_head.weight" in checkpoint.shapes():
+        _check_same(checkpoint, "lm_head.weight", "model.embed_tokens.weight")
+    pack = _Packer(checkpoint, op)
+
+    def layer(i: int) -> Layer:
+        at = f"model.layers.{i}"
+        attn, mlp = f"{at}.self_attn", f"{at}.mlp"
+        return Layer(attn_norm=pack.norm(f"{at}.input_layernorm"),
+                     qkv=pack.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj", bias=config.qkv_bias),
+                     q_norm=pack.norm(f"{attn}.q_norm") if config.qk_norm else None,
+                     k_norm=pack.norm(f"{attn}.k_norm") if config.qk_norm else None,
+                     o=pack.linear(f"{attn}.o_proj", bias=config.o_bias),
+                     mlp_norm=pack.norm(f"{at}.post_attention_layernorm"),
+                     gate_up=pack.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias),
+                     down=pack.linear(f"{mlp}.down_proj", bias=config.mlp_bias))
+
+    def embed(ids: np.ndarray) -> np.ndarray:
+        return checkpoint.tensor("model.embed_tokens.weight", ids).astype(op.DTYPE, copy=False)
+
+    return Weights(embed, tuple(layer(i) for i in range(config.layers)), pack.norm("model.norm"),
+                   pack.linear("model.embed_tokens" if config.tied else "lm_head"))
+
+
+def check_names_and_shapes(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError listing what is missing, unexpected or of another shape than the configuration says."""
+    want, have = checkpoint.config.tensors(), checkpoint.shapes()
+    allowed = {"lm_head.weight"} if checkpoint.config.tied else set()
+    missing = sorted(set(want) - set(have))
+    unexpected = sorted(name for name in set(have) - set(want) - allowed if not name.endswith(".rotary_emb.inv_freq"))
+    wrong = [f"{name} is {have[name]}, should be {shape}" for name, shape in want.items()
+             if name in have and have[name] != shape]
+    if missing == ["lm_head.weight"]:
+        raise CheckpointError(f"{checkpoint.source}: lm_head.weight is missing, and tie_word_embeddings is not true")
+    problems = [f"{label}: {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
+                for label, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong)) if names]
+    if problems:
+        raise CheckpointError(f"{checkpoint.source}: the tensors do not fit the configuration. {'; '.join(problems)}")
+
+
+def _row_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
+    """A matrix as float32 blocks of rows."""
+    rows, columns = checkpoint.shapes()[name]
+    step = max(1, _BLOCK // columns)
+    for row in range(0, rows, step):
+        yield checkpoint.tensor(name, slice(row, row + step))
+
+
+def _check_same(checkpoint: Checkpoint, a: str, b: str) -> None:
+    """Raise unless two matrices hold the same values."""
+    same = checkpoint.shapes()[a] == checkpoint.shapes()[b] and all(
+        np.array_equal(x, y) for x, y in zip(_row_blocks(checkpoint, a), _row_blocks(checkpoint, b)))
+    if not same:
+        raise CheckpointError(f"{checkpoint.source}: tie_word_embeddings is true, but {a} differs from {b}")
+
+
+class _Packer:
+    """Reads parameters by their module name and packs them; errors name the parameter."""
+
+    def __init__(self, checkpoint: Checkpoint, op: ModuleType):
+        self.checkpoint, self.op = checkpoint, op
+
+    def norm(self, module: str) -> np.ndarray:
+        weight = self.checkpoint.tensor(f"{module}.weight")
+        if not np.isfinite(weight).all():
+            raise CheckpointError(f"{self.checkpoint.source}: {module}.weight holds an infinity or a NaN")
+        return self._named(module, lambda: self.op.pack_norm(weight))
+
+    def linear(self, *modules: str, bias: bool = False) -> Any:
+        """One packed matrix from the rows of several."""
+        shapes = [self.checkpoint.shapes()[f"{module}.weight"] for module in modules]
+        blocks = (block for module in modules for block in _row_blocks(self.checkpoint, f"{module}.weight"))
+        values = np.concatenate([self.checkpoint.tensor(f"{module}.bias") for module in modules]) if bias else None
+        shape = (sum(rows for rows, _ in shapes), shapes[0][1])
+        return self._named(", ".join(modules), lambda: self.op.pack_linear(shape, blocks, values))
+
+    def _named(self, name: str, pack: Callable[[], Any]) -> Any:
+        try:
+            return pack()
+        except (BoundError, NonFiniteError) as error:
+            raise CheckpointError(f"{self.checkpoint.source}: {name}: {error}") from error
