@@ -48,6 +48,11 @@ class Engine(abc.ABC):
             raise ValueError(f"trim_kv_cache({length}): a length is not negative")
         return -1
 
+    def kv(self) -> list[dict[str, np.ndarray]] | None:
+        """Copies of the K/V of the positions held, a dict of arrays (heads, positions, ...) for each layer, so that two
+        engines can be compared. None when an engine cannot show it."""
+        return None
+
     @abc.abstractmethod
     def reset(self) -> None:
         """Forget everything."""
@@ -86,6 +91,9 @@ class SequentialEngine(Engine):
     @property
     def logits(self) -> np.ndarray | None:
         return self._logits
+
+    def kv(self) -> list[dict[str, np.ndarray]]:
+        return [self.cache.snapshot(layer) for layer in range(self.model.config.layers)]
 
     def trim_kv_cache(self, length: int) -> int:
         """Rewind: set the offset. Returns min(length, processed_token_count). Takes the same time for any length."""

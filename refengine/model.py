@@ -65,6 +65,8 @@ class Model:
 
     def new_cache(self, capacity: int, page_size: int, order: Sequence[int] | None = None) -> Cache:
         """An empty cache with memory of its own. Raises ValueError when the capacity is more than the set can sum over."""
+        if capacity < 1 or page_size < 1:
+            raise ValueError(f"capacity {capacity} in pages of {page_size}; both must be at least 1")
         if capacity > self.op.MAX_CONTEXT:
             raise ValueError(f"capacity is {capacity}; the {self.op.NAME} set can hold {self.op.MAX_CONTEXT}")
         c = self.config

@@ -1,7 +1,9 @@
 """From a checkpoint's tensors to the packed weights of a kernel set, one block of rows at a time. Floor 3."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ from refengine.checkpoint import Checkpoint
 from refengine.errors import CheckpointError
 from refkernels import BoundError, NonFiniteError
 
-_BLOCK = 2**21  # weights converted at once
+_BLOCK = 2**19  # weights converted at once, by each worker
 
 
 class Layer(NamedTuple):
@@ -63,8 +65,10 @@ def load_weights(checkpoint: Checkpoint, op: ModuleType) -> Weights:
     def embed(ids: np.ndarray) -> np.ndarray:
         return checkpoint.tensor("model.embed_tokens.weight", ids).astype(op.DTYPE, copy=False)
 
-    return Weights(embed, tuple(layer(i) for i in range(config.layers)), pack.norm("model.norm"),
-                   pack.linear("model.embed_tokens" if config.tied else "lm_head"))
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NumPy converts outside the interpreter lock
+        head = pool.submit(pack.linear, "model.embed_tokens" if config.tied else "lm_head")
+        layers = tuple(pool.map(layer, range(config.layers)))
+        return Weights(embed, layers, pack.norm("model.norm"), head.result())
 
 
 def check_names_and_shapes(checkpoint: Checkpoint) -> None:

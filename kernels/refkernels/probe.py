@@ -54,7 +54,6 @@ def _blas(m: int, k: int, n: int) -> str:
     rng = np.random.Philox(key=k)
     a = _odd_integers(rng, m * k, bits // 2).reshape(m, k)
     b = _odd_integers(rng, k * n, bits - bits // 2).reshape(k, n)
-    # Float64 beyond doubt: 32-bit halves in int64, which wraps nowhere here.
     want = a @ b
     layouts = {"row major": b.astype(np.float64), "transposed": np.ascontiguousarray(b.T).astype(np.float64).T}
     for name, right in layouts.items():
@@ -68,14 +67,3 @@ def _odd_integers(rng: np.random.Philox, count: int, bits: int) -> np.ndarray:
     raw = rng.random_raw(count)
     magnitude = (1 << bits) - 1 - (raw & np.uint64(0x3E)).astype(np.int64)
     return np.where(raw >> np.uint64(60) == 0, -magnitude, magnitude)
-
-
-def machine() -> dict[str, object]:
-    """What a report must name: NumPy, its BLAS, the SIMD extensions in use, the processor."""
-    import platform
-
-    build = np.show_config(mode="dicts")
-    blas = build["Build Dependencies"]["blas"]
-    return {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine(),
-            "system": platform.system(), "blas": f"{blas.get('name')} {blas.get('version')}",
-            "blas_built_with": blas.get("openblas configuration", ""), "simd": build.get("SIMD Extensions", {})}

@@ -6,7 +6,7 @@ import numpy as np
 
 from refkernels.errors import BoundError
 from refkernels.exact.elementary import LOG2E, exp2
-from refkernels.exact.reduce import BITS, grid_exponent, l1_bound, matmul, row_max, row_sum, snap
+from refkernels.exact.reduce import BITS, l1_bound, matmul, snap
 
 X_BITS = 24  # an activation keeps its 24 bits where it is the largest of its row
 W_BITS = 28  # the steps of one output's weights sum to 2^28, plus rounding
@@ -28,28 +28,29 @@ def pack_linear(shape: tuple[int, int], blocks: Iterable[np.ndarray], bias: np.n
     """
     n, k = shape
     packed = np.empty((k, n), np.float64)                     # (K, N)
+    step = max(1, 65536 // k)                                 # rows at a time: they stay in the L2 cache
     row = 0
     for block in blocks:
-        w = block.astype(np.float64)                          # (n, K)
-        try:
-            packed[:, row:row + len(w)] = _on_grid(w).T
-        except BoundError as error:
-            raise BoundError(f"rows from {row}: {error}") from None
-        row += len(w)
+        for i in range(0, len(block), step):
+            part = block[i:i + step]
+            packed[:, row + i:row + i + len(part)] = _on_grid(part).T
+        row += len(block)
     if row != n:
         raise ValueError(f"blocks hold {row} rows of a weight of {n}")
     return Linear(packed, None if bias is None else bias.astype(np.float64) + 0.0)
 
 
 def _on_grid(w: np.ndarray) -> np.ndarray:
-    """(n, K) float64, each row rounded to steps of which its weights together count at most 2^29."""
-    grid_exponent(w, 0)                                       # raises where a weight is not finite
-    e = np.frexp(l1_bound(w))[1] - np.int32(W_BITS)           # (n, 1)
-    w = np.rint(np.ldexp(w, -e))                              # (n, K) integers
-    steps = row_max(row_sum(np.abs(w)).ravel())               # the bound itself, from the weights as they are
-    if steps[0] * 2.0**X_BITS > 2.0**BITS:
-        raise BoundError(f"a row of {w.shape[1]} weights counts {steps[0]:.0f} steps; 2^{BITS - X_BITS} are allowed")
-    return np.ldexp(w, e)
+    """Each row rounded to steps of which its weights together count at most 2^29. (n, K) float32 -> (n, K) float64."""
+    l1 = l1_bound(w)                                          # (n, 1)
+    e = np.frexp(l1)[1] - np.int32(W_BITS)
+    steps = np.ldexp(l1, -e) + w.shape[1] / 2                 # the bound: each weight may be rounded up by half a step
+    if (steps > 2.0**(BITS - X_BITS)).any():
+        raise BoundError(f"a row of {w.shape[1]} weights counts up to {steps.max():.0f} steps, 2^{BITS - X_BITS} are allowed")
+    y = w * np.ldexp(1.0, -e)                                 # (n, K) float64
+    np.rint(y, out=y)
+    y *= np.ldexp(1.0, e)
+    return y
 
 
 def linear(x: np.ndarray, w: Linear) -> np.ndarray:

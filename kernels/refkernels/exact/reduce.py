@@ -89,12 +89,13 @@ def running_max(x: np.ndarray) -> np.ndarray:
 
 
 def l1_bound(w: np.ndarray) -> np.ndarray:
-    """An upper bound of each row's L1 norm, the same on every machine. (N, K) float64 -> (N, 1) float64.
+    """An upper bound of each row's L1 norm, the same on every machine. (N, K) float32 -> (N, 1) float64.
 
     The magnitudes are rounded UP to a grid of 2^-40 of the row's maximum (coarser for rows over 2^13 long) and summed
-    as integers: a float sum would depend on its order.
+    as integers: a float sum would depend on its order. Raises NonFiniteError on an infinity or a NaN.
     """
-    bits = min(40, BITS - log2_ceil(w.shape[-1]))
-    magnitude = np.abs(w)
-    e = np.frexp(row_max(magnitude))[1] - np.int32(bits)
-    return np.ldexp(row_sum(np.ceil(np.ldexp(magnitude, -e))), e)
+    e = grid_exponent(w, min(40, BITS - log2_ceil(w.shape[-1])))
+    magnitude = w * np.ldexp(1.0, -e)                         # (N, K) float64
+    np.abs(magnitude, out=magnitude)
+    np.ceil(magnitude, out=magnitude)
+    return np.ldexp(row_sum(magnitude), e)

@@ -1,0 +1,20 @@
+# make prove: the main job. make test: the test suite. Both set up .venv when there is none.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: prove test clean
+
+prove: .venv/ready
+	$(BIN)/refengine prove
+
+test: .venv/ready
+	$(BIN)/python -m pytest -m "not peers and not real"
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv .hypothesis .pytest_cache build dist

@@ -1,0 +1,106 @@
+"""The command line: parsing and printing only. Floor 8."""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import refengine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit code: 0 done (and equal), 1 unequal or unfit, 2 a mistake in what was asked."""
+    arguments = _parser().parse_args(argv)
+    from refengine.errors import RefengineError
+    from refkernels import KernelError
+
+    try:
+        return arguments.run(arguments)
+    except (RefengineError, KernelError, ValueError, OSError) as error:
+        print(f"refengine: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="refengine", description="A reference inference engine that proves its own prefix cache lossless.")
+    parser.add_argument("--version", action="version", version=f"refengine {refengine.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    prove = commands.add_parser("prove", help="play random chats with the prefix cache on and off, compare every byte")
+    _model(prove, default="tiny")
+    prove.add_argument("--engine", choices=("both", "sequential", "pipelined"), default="both")
+    prove.add_argument("--chats", type=int, help="how many chats (8 for tiny, 2 for others)")
+    prove.add_argument("--turns", type=int, help="turns a chat (6 for tiny, 4 for others)")
+    prove.add_argument("--max-tokens", type=int, default=24, help="longest answer (default %(default)s)")
+    prove.add_argument("--minutes", type=float, help="stop after the turn that passes this")
+    prove.add_argument("--seed", type=int, default=0)
+    prove.add_argument("--receipt", default="refengine-receipt.json", metavar="FILE", help="where to write the JSON receipt "
+                       "(default %(default)s)")
+    prove.set_defaults(run=_command("prove"))
+
+    chat = commands.add_parser("chat", help="talk to a model; the status line says what was reused")
+    _model(chat)
+    _engine(chat)
+    _sampling(chat)
+    chat.add_argument("--system", help="the system prompt")
+    chat.add_argument("--no-prefix-cache", action="store_true", help="reset and prefill everything each turn")
+    chat.add_argument("--greedy", action="store_true", help="the same as --temperature 0")
+    chat.add_argument("--no-thinking", action="store_true", help="enable_thinking=False for the chat template")
+    chat.add_argument("--stats-log", metavar="FILE", help="append a PFXCACHE line a turn, and PFXANSWER when greedy")
+    chat.set_defaults(run=_command("chat"))
+
+    generate = commands.add_parser("generate", help="continue a text")
+    _model(generate)
+    _engine(generate)
+    _sampling(generate)
+    generate.add_argument("--chat", action="store_true", help="the text is a user's message, not a beginning")
+    generate.add_argument("prompt", metavar="PROMPT")
+    generate.set_defaults(run=_command("generate"))
+
+    doctor = commands.add_parser("doctor", help="can this process compute exactly?")
+    doctor.set_defaults(run=_command("doctor"))
+
+    synth = commands.add_parser("synth", help="write a checkpoint of a real shape with random weights")
+    synth.add_argument("--shape", required=True, help="tiny or qwen3-0.6b")
+    synth.add_argument("--seed", type=int, default=0)
+    synth.add_argument("out", metavar="OUT", help="the folder to write")
+    synth.set_defaults(run=_command("synth"))
+    return parser
+
+
+def _command(name: str):
+    """A command's function, imported when it runs."""
+    def run(arguments: argparse.Namespace) -> int:
+        from importlib import import_module
+
+        return import_module(f"refengine.cli.{name}").run(arguments)
+    return run
+
+
+def _model(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    parser.add_argument("--model", default=default, required=default is None, metavar="PATH",
+                        help="a Hugging Face folder, a .gguf file, a hub id, or tiny" + (" (default tiny)" if default else ""))
+    parser.add_argument("--arithmetic", choices=("exact", "native", "native64"), default="exact",
+                        help="exact: lossless by proof (default); native: plain float32")
+    parser.add_argument("--capacity", type=int, default=4096, help="most tokens in the cache (default %(default)s)")
+    parser.add_argument("--page-size", type=int, default=64, help="positions a page (default %(default)s)")
+
+
+def _engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=("sequential", "pipelined"), default="pipelined")
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,84 @@
+"""refengine chat. Floor 8."""
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from refengine.chat import Chat, Turn
+from refengine.cli import setup
+from refengine.errors import RefengineError
+from refengine.model import load_tokenizer
+from refengine.sampling import GREEDY
+
+_HELP = """/regen  answer the last message again      /undo   take back the last message and its answer
+/stats  what each turn cost                /reset  start over      /quit   leave (or Ctrl-D)
+Ctrl-C stops an answer and keeps what was said."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = Console(highlight=False)
+    tokenizer = load_tokenizer(arguments.model)
+    chat = Chat(setup.engine(arguments, arguments.model), tokenizer, not arguments.no_prefix_cache, system=arguments.system,
+                sampling=GREEDY if arguments.greedy else setup.sampling(arguments), max_tokens=arguments.max_tokens,
+                stats_log=arguments.stats_log,
+                template_arguments={"enable_thinking": False} if arguments.no_thinking else None)
+    console.print(f"[dim]{arguments.model}, {arguments.arithmetic} arithmetic, {arguments.engine} engine, prefix cache "
+                  f"{'on' if chat.prefix_cache else 'off'}. /help for commands.[/]")
+    while True:
+        try:
+            line = input("> ")
+            if not sys.stdin.isatty():
+                print(line)  # a script's transcript reads like a conversation
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line.strip() == "/quit":
+            return 0
+        try:
+            _line(console, chat, line)
+        except (RefengineError, ValueError) as error:
+            console.print(str(error), style="red", markup=False)
+
+
+def _line(console: Console, chat: Chat, line: str) -> None:
+    """Do what a line asks for."""
+    command = line.strip()
+    if not command:
+        return
+    if command == "/regen":
+        _answer(console, chat, chat.regenerate())
+    elif command == "/undo":
+        chat.undo()
+    elif command == "/reset":
+        chat.reset()
+    elif command == "/stats":
+        for turn in chat.turns:
+            console.print(turn.record(), style="dim")
+    elif command.startswith("/") and command.split()[0].isascii():
+        console.print(_HELP, style="dim")
+    else:
+        _answer(console, chat, chat.send(line))
+
+
+def _answer(console: Console, chat: Chat, stream) -> None:
+    turns = len(chat.turns)
+    try:
+        for text in stream:
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        stream.close()
+    print()
+    if len(chat.turns) > turns:
+        console.print(status(chat.turns[-1]))
+
+
+def status(turn: Turn) -> str:
+    """The line under an answer, in rich markup."""
+    each = (turn.seconds - turn.ttft) / (turn.generated - 1) * 1e3 if turn.generated > 1 else 0.0
+    return (f"[dim]{turn.prompt} prompt ·[/] [green]{turn.reused} cached[/] [dim]· {turn.forwarded} forwarded · first token "
+            f"{turn.ttft:.3f} s · {turn.generated} tokens, {each:.0f} ms each · {turn.finish}[/]")
