@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from refengine.cli import main
-from refengine.conformance.prove import Side, first_kv_difference, prove
+from refengine.conformance.compare import first_kv_difference
+from refengine.conformance.prove import Side, prove
 from refengine.engine import SequentialEngine
 from refengine.model import load_tokenizer, tiny
 from refengine.pipelined import PipelinedEngine

@@ -38,11 +38,25 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument("--chats", type=int, help="how many chats (8 for tiny, 2 for others)")
     prove.add_argument("--turns", type=int, help="turns a chat (6 for tiny, 4 for others)")
     prove.add_argument("--max-tokens", type=int, default=24, help="longest answer (default %(default)s)")
-    prove.add_argument("--minutes", type=float, help="stop after the turn that passes this")
+    prove.add_argument("--histories", type=int, metavar="N", help="a campaign instead of chats: N random histories of prefill, "
+                       "generate, turn, rewind, cancel and raised errors, on both engines, with any page and chunk size")
+    prove.add_argument("--workers", type=int, default=2, help="processes of a campaign (default %(default)s)")
+    prove.add_argument("--minutes", type=float, help="stop when this has passed")
     prove.add_argument("--seed", type=int, default=0)
     prove.add_argument("--receipt", default="refengine-receipt.json", metavar="FILE", help="where to write the JSON receipt "
                        "(default %(default)s)")
     prove.set_defaults(run=_command("prove"))
+
+    verify = commands.add_parser("verify", help="repeat the run of a receipt and compare")
+    verify.add_argument("receipt", metavar="RECEIPT")
+    verify.add_argument("--workers", type=int, default=2)
+    verify.set_defaults(run=_command("verify"))
+
+    replay = commands.add_parser("replay", help="play one history from a trace file, checking every byte")
+    replay.add_argument("trace", metavar="TRACE.json")
+    replay.add_argument("--model", default="tiny", metavar="PATH")
+    replay.add_argument("--arithmetic", choices=("exact", "native", "native64"), default="exact")
+    replay.set_defaults(run=_command("replay"))
 
     chat = commands.add_parser("chat", help="talk to a model; the status line says what was reused")
     _model(chat)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -11,40 +10,90 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import refengine
-from refengine.cli import setup
+from refengine.conformance import campaign, receipt
+from refengine.conformance.history import save_trace
 from refengine.conformance.prove import LADDER, Result, Row, Side, pairs, prove
-from refengine.machine import describe
-from refengine.model import load_model, load_tokenizer
+from refengine.engine import load
+from refengine.model import Model, load_model, load_tokenizer
 
 _WHAT = {"text": "text", "ids": "token ids", "logits": "logits", "kv": "K/V"}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    small = arguments.model == "tiny"
-    chats = arguments.chats if arguments.chats is not None else 8 if small else 2
-    turns = arguments.turns if arguments.turns is not None else 6 if small else 4
-    if chats < 1 or turns < 1:
-        raise ValueError(f"{chats} chats of {turns} turns; both must be at least 1")
     console = Console()
     console.width = max(console.width, 100)  # the table's columns; a narrower terminal wraps, and nothing is cut
+    if arguments.histories is not None:
+        return _campaign(console, arguments)
+    small = arguments.model == "tiny"
+    planned = {"engine": arguments.engine, "chats": arguments.chats if arguments.chats is not None else 8 if small else 2,
+               "turns": arguments.turns if arguments.turns is not None else 6 if small else 4,
+               "max_tokens": arguments.max_tokens, "long_words": 60 if small else 24, "capacity": arguments.capacity,
+               "page_size": arguments.page_size}
+    if min(planned["chats"], planned["turns"], planned["max_tokens"]) < 1:
+        raise ValueError("chats, turns and max-tokens must be at least 1")
     console.print(f"loading {arguments.model}, {arguments.arithmetic} arithmetic", highlight=False)
-    model, tokenizer = load_model(arguments.model, arguments.arithmetic), load_tokenizer(arguments.model)
-    engines = ("sequential", "pipelined") if arguments.engine == "both" else (arguments.engine,)
-    sides = [Side(f"{name} {'ON' if on else 'OFF'}", setup.engine(arguments, model, name), tokenizer, on)
-             for name in engines for on in (False, True)]
-    with Progress(TextColumn("proving"), BarColumn(), MofNCompleteColumn(), TextColumn("turns"), TimeElapsedColumn(),
-                  console=console) as progress:
-        task = progress.add_task("", total=chats * turns)
-        result = prove(sides, seed=arguments.seed, chats=chats, turns=turns, max_tokens=arguments.max_tokens,
-                       long_words=60 if small else 24, on_turn=lambda row: progress.advance(task),
-                       until=time.perf_counter() + 60 * arguments.minutes if arguments.minutes else float("inf"))
+    model = load_model(arguments.model, arguments.arithmetic)
+    until = time.perf_counter() + 60 * arguments.minutes if arguments.minutes else float("inf")
+    result, sides = play(console, model, planned, arguments.seed, until)
     console.print(_table(result.rows, sides))
-    _verdict(console, arguments, result, sides)
-    receipt = _receipt(arguments, chats, turns, model, result, sides)
-    Path(arguments.receipt).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+    _verdict(console, arguments.seed, result, sides)
+    receipt.write(Path(arguments.receipt),
+                  receipt.chats_receipt(model, arguments.seed, planned, [side.name for side in sides], result))
     console.print(f"receipt: {arguments.receipt}", highlight=False)
     return 1 if result.differences else 0
+
+
+def play(console: Console, model: Model, planned: dict, seed: int, until: float = float("inf")) -> tuple[Result, list[Side]]:
+    """The chats of a plan, under a progress bar."""
+    tokenizer = load_tokenizer(model)
+    engines = ("sequential", "pipelined") if planned["engine"] == "both" else (planned["engine"],)
+    sides = [Side(f"{name} {'ON' if on else 'OFF'}",
+                  load(model, engine=name, capacity=planned["capacity"], page_size=planned["page_size"]), tokenizer, on)
+             for name in engines for on in (False, True)]
+    with _progress(console) as progress:
+        task = progress.add_task("turns", total=planned["chats"] * planned["turns"])
+        result = prove(sides, seed=seed, chats=planned["chats"], turns=planned["turns"], max_tokens=planned["max_tokens"],
+                       long_words=planned["long_words"], on_turn=lambda row: progress.advance(task), until=until)
+    return result, sides
+
+
+def play_campaign(console: Console, source: str, arithmetic: str, seed: int, histories: int, workers: int,
+                  minutes: float | None = None) -> campaign.Campaign:
+    """The histories of a campaign, under a progress bar."""
+    with _progress(console) as progress:
+        task = progress.add_task("histories", total=histories)
+        return campaign.run(source, arithmetic, seed=seed, histories=histories, workers=workers, minutes=minutes,
+                            on_batch=lambda batch: progress.advance(task, batch.histories))
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(TextColumn("proving"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+                    TimeElapsedColumn(), console=console)
+
+
+def _campaign(console: Console, arguments: argparse.Namespace) -> int:
+    if arguments.histories < 1 or arguments.workers < 1:
+        raise ValueError("histories and workers must be at least 1")
+    model = load_model(arguments.model, arguments.arithmetic)
+    done = play_campaign(console, arguments.model, arguments.arithmetic, arguments.seed, arguments.histories, arguments.workers,
+                         arguments.minutes)
+    console.print(f"{done.histories:,} histories, {done.operations:,} operations, {done.bytes:,} bytes of logits and K/V compared "
+                  f"after each of them; seed {arguments.seed}, {arguments.workers} workers, {done.seconds:.1f} s, "
+                  f"{done.histories / done.seconds * 60:,.0f} histories a minute", highlight=False)
+    receipt.write(Path(arguments.receipt), receipt.histories_receipt(
+        model, arguments.seed, {"histories": arguments.histories}, arguments.workers, done))
+    console.print(f"receipt: {arguments.receipt}", highlight=False)
+    if done.failure is None:
+        console.print("[bold green]LOSSLESS[/]: every byte is equal", highlight=False)
+        return 0
+    number, settings, history, message = done.failure
+    short = campaign.shorten(history, lambda ops: campaign.failure_of(model, settings, ops) is not None)
+    path = Path(arguments.receipt).with_suffix(".trace.json")
+    save_trace(path, short, model=model.checkpoint.source, engine=settings, note=message)
+    console.print(f"[bold red]NOT LOSSLESS[/]: history {number}", highlight=False)
+    console.print(campaign.failure_of(model, settings, short) or message, style="red", highlight=False, markup=False)
+    console.print(f"trace: {path}", highlight=False)
+    return 1
 
 
 def _table(rows: list[Row], sides: list[Side]) -> Table:
@@ -71,7 +120,7 @@ def _table(rows: list[Row], sides: list[Side]) -> Table:
     return table
 
 
-def _verdict(console: Console, arguments: argparse.Namespace, result: Result, sides: list[Side]) -> None:
+def _verdict(console: Console, seed: int, result: Result, sides: list[Side]) -> None:
     for kind in LADDER:
         mark = "[green]equal[/]" if result.equal(kind) else "[red]NOT EQUAL[/]"
         console.print(f"{_WHAT[kind]:10} {mark}", highlight=False)
@@ -82,27 +131,6 @@ def _verdict(console: Console, arguments: argparse.Namespace, result: Result, si
     console.print(f"{result.chats} chats, {len(result.rows)} turns, {result.tokens} generated tokens; "
                   f"{', '.join(side.name for side in sides)}: {result.logits_bytes + result.kv_bytes:,} bytes compared "
                   f"(logits {result.logits_bytes:,}, K/V {result.kv_bytes:,}); with the cache ON "
-                  f"{reused:,} of {prompt:,} prompt tokens reused; seed {arguments.seed}, {result.seconds:.1f} s",
-                  highlight=False)
+                  f"{reused:,} of {prompt:,} prompt tokens reused; seed {seed}, {result.seconds:.1f} s", highlight=False)
     verdict = "[bold green]LOSSLESS[/]: every byte is equal" if not result.differences else "[bold red]NOT LOSSLESS[/]"
     console.print(verdict, highlight=False)
-
-
-def _receipt(arguments: argparse.Namespace, chats: int, turns: int, model, result: Result, sides: list[Side]) -> dict:
-    """All that another person needs to repeat the run and to compare."""
-    return {
-        "schema": "refengine-receipt/1", "refengine": refengine.__version__, "machine": describe(),
-        "model": {"source": model.checkpoint.source, "fingerprint": model.checkpoint.fingerprint()},
-        "arithmetic": model.op.NAME, "capacity": arguments.capacity, "page_size": arguments.page_size,
-        "seed": arguments.seed, "planned": {"chats": chats, "turns": turns, "max_tokens": arguments.max_tokens},
-        "sides": [side.name for side in sides],
-        "compared": {"chats": result.chats, "turns": len(result.rows), "tokens": result.tokens,
-                     "logits_bytes": result.logits_bytes, "kv_bytes": result.kv_bytes},
-        "equal": {kind: result.equal(kind) for kind in LADDER}, "lossless": not result.differences,
-        "differences": [vars(difference) for difference in result.differences],
-        "digest": result.digest, "seconds": round(result.seconds, 3),
-        "rows": [{"chat": row.chat, "turn": row.turn, "kind": row.step.kind,
-                  "sides": {name: turn and {"prompt": turn.prompt, "reused": turn.reused, "forwarded": turn.forwarded,
-                                            "generated": turn.generated, "ttft": round(turn.ttft, 6), "finish": turn.finish}
-                            for name, turn in row.turns.items()}} for row in result.rows],
-    }

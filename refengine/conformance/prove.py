@@ -15,8 +15,9 @@ import numpy as np
 
 from refengine.chat import Chat, Turn
 from refengine.conformance.chats import Step, apply, random_steps
+from refengine.conformance.compare import bits, first_difference, first_kv_difference
 from refengine.engine import Engine
-from refengine.prefix import common_prefix
+from refengine.prefix import common_prefix, reusable
 from refengine.tokenizer import Tokenizer
 
 LADDER = ("text", "ids", "logits", "kv")
@@ -77,13 +78,14 @@ class Played(NamedTuple):
 class Side:
     """One engine with the cache on or off, its chat, and a record of what it computed."""
 
-    def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer, prefix_cache: bool):
+    def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer, prefix_cache: bool, chat_class: type[Chat] = Chat):
         self.name, self.engine, self.tokenizer, self.prefix_cache = name, _Recorder(engine), tokenizer, prefix_cache
+        self.chat_class = chat_class
         self.new_chat()
 
     def new_chat(self) -> None:
         """Another conversation on the same engine, which still holds the last one."""
-        self.chat = Chat(self.engine, self.tokenizer)
+        self.chat = self.chat_class(self.engine, self.tokenizer)
         self.chat.prefix_cache, self.chat.stats_log = self.prefix_cache, None  # whatever the environment says
 
     def play(self, step: Step) -> Played:
@@ -104,7 +106,7 @@ class Side:
 
 
 class _Recorder(Engine):
-    """An engine that writes down each generated id with the logits it was chosen from, and a trim that is not kept."""
+    """An engine that writes down each generated id with the logits it was chosen from, and the first broken promise."""
 
     def __init__(self, inner: Engine):
         self.inner = inner
@@ -114,7 +116,8 @@ class _Recorder(Engine):
     def begin(self) -> None:
         """A new turn: forget the last one's record."""
         self.steps: list[tuple[int, np.ndarray]] = []
-        self.trim_fault: tuple[str, int, int] | None = None
+        self.fault: tuple[str, int, int] | None = None       # (where, want, got)
+        self.before: list[int] | None = None                  # held when a rewind was asked for
 
     @property
     def tokens(self):
@@ -132,10 +135,12 @@ class _Recorder(Engine):
         return self.inner.kv()
 
     def trim_kv_cache(self, length):
-        due = min(length, self.inner.processed_token_count)
+        self.before = self.inner.tokens
         kept = self.inner.trim_kv_cache(length)
-        if kept >= 0 and (kept != due or self.inner.processed_token_count != kept):
-            self.trim_fault = f"trim_kv_cache({length}), which returned {kept}", due, self.inner.processed_token_count
+        if kept >= 0 and self.inner.processed_token_count != kept:
+            self.fault = f"processed_token_count after trim_kv_cache({length})", kept, self.inner.processed_token_count
+        if kept < 0:
+            self.before = None  # nothing can be reused
         return kept
 
     def reset(self):
@@ -145,6 +150,10 @@ class _Recorder(Engine):
         self.inner.prefill(tokens)
 
     def generate(self, tokens, **settings):
+        held = self.inner.tokens
+        prompt = list(tokens) if self.prefix_reuse_feeds_full_sequence else held + list(tokens)
+        if self.before is not None and len(held) != reusable(prompt, self.before):
+            self.fault = self.fault or ("tokens reused", reusable(prompt, self.before), len(held))
         return self._record(self.inner.generate(tokens, **settings))
 
     def _record(self, ids):
@@ -205,15 +214,15 @@ def _compare(chat: int, turn: int, sides: Sequence[Side], played: Sequence[Playe
             differs("error", "the call", want_error or "no error", error or "no error")
         ids = [token for token, _ in side.engine.steps]
         if text != want_text:
-            at = _first(text, want_text)
+            at = first_difference(text, want_text)
             differs("text", f"character {at}", repr(want_text[at:at + 12]), repr(text[at:at + 12]))
         if ids != want_ids:
-            at = _first(ids, want_ids)
+            at = first_difference(ids, want_ids)
             differs("ids", f"token {at}", want_ids[at:at + 4], ids[at:at + 4])
         for at, ((_, want), (_, got)) in enumerate(zip(truth.engine.steps, side.engine.steps)):
             result.logits_bytes += want.nbytes
             if want.tobytes() != got.tobytes():
-                i = int(np.flatnonzero(_bits(want) != _bits(got))[0])
+                i = int(np.flatnonzero(bits(want) != bits(got))[0])
                 differs("logits", f"token {at}, id {i}", want[i], got[i])
                 break
         held, want_held = side.engine.tokens, truth.engine.tokens
@@ -230,43 +239,13 @@ def _compare(chat: int, turn: int, sides: Sequence[Side], played: Sequence[Playe
 
 def _state_fault(side: Side, turn: Turn | None) -> tuple[str, Any, Any] | None:
     """Does the engine hold what it says, and does the turn add up? (where, want, got) if not."""
-    if side.engine.trim_fault:
-        return side.engine.trim_fault
+    if side.engine.fault:
+        return side.engine.fault
     if len(side.engine.tokens) != side.engine.processed_token_count:
         return "processed_token_count", len(side.engine.tokens), side.engine.processed_token_count
     if turn and turn.reused + turn.forwarded != turn.prompt:
         return "reused + forwarded", turn.prompt, turn.reused + turn.forwarded
     return None
-
-
-def first_kv_difference(want: list[dict[str, np.ndarray]], got: list[dict[str, np.ndarray]],
-                        length: int) -> tuple[str, Any, Any] | None:
-    """(where, wanted value, other value) of the first differing position of the lowest layer, below ``length``.
-
-    None when all bytes agree.
-    """
-    for layer, (a, b) in enumerate(zip(want, got)):
-        places = []
-        for name in a:
-            x, y = a[name][:, :length], b[name][:, :length]
-            if x.tobytes() != y.tobytes():
-                index = min(np.argwhere(_bits(x) != _bits(y)).tolist(), key=lambda i: (i[1], i[0], *i[2:]))
-                where = f"layer {layer}, position {index[1]}, {name}, head {index[0]}"
-                places.append((index[1], where + (f", dimension {index[2]}" if len(index) > 2 else ""),
-                               x[tuple(index)], y[tuple(index)]))
-        if places:
-            return min(places, key=lambda place: place[0])[1:]
-    return None
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    """The same array as unsigned integers: -0.0 is not 0.0, and a NaN equals itself."""
-    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
-
-
-def _first(a: Sequence, b: Sequence) -> int:
-    """Index of the first difference of two sequences (the shorter length when one begins the other)."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def pairs(sides: Sequence[Side]) -> Iterator[tuple[str, Side, Side]]:

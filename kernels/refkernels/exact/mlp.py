@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from refkernels.errors import BoundError
+from refkernels.errors import BoundError, NonFiniteError
 from refkernels.exact.elementary import LOG2E, exp2
 from refkernels.exact.reduce import BITS, l1_bound, matmul, snap
 
@@ -33,7 +33,10 @@ def pack_linear(shape: tuple[int, int], blocks: Iterable[np.ndarray], bias: np.n
     for block in blocks:
         for i in range(0, len(block), step):
             part = block[i:i + step]
-            packed[:, row + i:row + i + len(part)] = _on_grid(part).T
+            try:
+                packed[:, row + i:row + i + len(part)] = _on_grid(part).T
+            except NonFiniteError as error:
+                raise NonFiniteError(row + i + error.row) from None
         row += len(block)
     if row != n:
         raise ValueError(f"blocks hold {row} rows of a weight of {n}")

@@ -31,21 +31,21 @@ def bit_budget(length: int, other: int, most: int, least: int, what: str) -> int
     return bits
 
 
-def grid_exponent(x: np.ndarray, bits: int) -> np.ndarray:
-    """The exponent of each row's grid: |x| < 2^(e + bits) for the row. (..., K) float32 -> (..., 1) int32.
+def row_exponent(x: np.ndarray) -> np.ndarray:
+    """The exponent of each row's largest magnitude: |x| < 2^e. (..., K) float32 -> (..., 1) int32.
 
     Raises NonFiniteError on an infinity or a NaN.
     """
-    top = np.maximum(row_max(x), -row_min(x))
-    if not np.isfinite(top).all():
+    top = row_max(np.abs(x))
+    if not np.maximum.reduce(top, axis=None, initial=0) < np.inf:
         raise NonFiniteError(int(np.flatnonzero(~np.isfinite(top))[0]))
-    return np.frexp(top)[1] - np.int32(bits)
+    return np.frexp(top)[1]
 
 
 def snap(x: np.ndarray, bits: int) -> np.ndarray:
-    """Each row of x rounded to its own grid of 2^bits steps below its largest magnitude. (..., K) float32 -> float64."""
-    # Near 1.5 * 2^52 grid steps, neighbouring doubles are one step apart: adding and subtracting that rounds to the grid.
-    magic = np.ldexp(1.5, grid_exponent(x, bits) + np.int32(BITS - 1))
+    """Each row of x rounded to a grid of its own, 2^bits steps below its largest magnitude. (..., K) float32 -> float64."""
+    # Near 1.5 * 2^52 steps, neighbouring doubles are one step apart: adding and subtracting that rounds to the grid.
+    magic = np.ldexp(1.5, row_exponent(x) + (BITS - 1 - bits))
     y = x + magic
     y -= magic
     return y
@@ -53,7 +53,7 @@ def snap(x: np.ndarray, bits: int) -> np.ndarray:
 
 def integers(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """The same grid as integers and step: x ~ ints * step. (..., K) float32 -> (..., K), (..., 1) float64."""
-    e = grid_exponent(x, bits)
+    e = row_exponent(x) - bits
     return np.rint(np.ldexp(x.astype(np.float64), -e)), np.ldexp(1.0, e)
 
 
@@ -79,10 +79,6 @@ def row_max(x: np.ndarray) -> np.ndarray:
     return np.maximum.reduce(x, axis=-1, keepdims=True)
 
 
-def row_min(x: np.ndarray) -> np.ndarray:
-    return np.minimum.reduce(x, axis=-1, keepdims=True)
-
-
 def running_max(x: np.ndarray) -> np.ndarray:
     """Prefix maxima along the last axis."""
     return np.maximum.accumulate(x, axis=-1)
@@ -94,7 +90,7 @@ def l1_bound(w: np.ndarray) -> np.ndarray:
     The magnitudes are rounded UP to a grid of 2^-40 of the row's maximum (coarser for rows over 2^13 long) and summed
     as integers: a float sum would depend on its order. Raises NonFiniteError on an infinity or a NaN.
     """
-    e = grid_exponent(w, min(40, BITS - log2_ceil(w.shape[-1])))
+    e = row_exponent(w) - min(40, BITS - log2_ceil(w.shape[-1]))
     magnitude = w * np.ldexp(1.0, -e)                         # (N, K) float64
     np.abs(magnitude, out=magnitude)
     np.ceil(magnitude, out=magnitude)

@@ -14,6 +14,7 @@ def argmax(logits: np.ndarray) -> int:
 
 def token_weights(logits: np.ndarray, temperature: float) -> np.ndarray:
     """softmax(logits / temperature) as integers, the likeliest token 2^30. (V,) float32 -> (V,) int64."""
+    t = (logits - row_max(logits)).astype(np.float64)         # (V,)
     with np.errstate(over="ignore"):                          # a tiny temperature: -inf, weight 0
-        t = (logits - row_max(logits)) / np.float32(temperature) * LOG2E  # (V,)
+        t = (t / temperature * LOG2E).astype(np.float32)
     return np.rint(exp2(t).astype(np.float64) * 2.0**_BITS).astype(np.int64)

@@ -10,5 +10,5 @@ def argmax(logits: np.ndarray) -> int:
 def token_weights(logits: np.ndarray, temperature: float) -> np.ndarray:
     """softmax(logits / temperature) as integers, the likeliest token 2^30. (V,) -> (V,) int64."""
     with np.errstate(over="ignore"):
-        p = np.exp((logits - logits.max()) / logits.dtype.type(temperature))
-    return np.rint(p.astype(np.float64) * 2.0**30).astype(np.int64)
+        p = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    return np.rint(p * 2.0**30).astype(np.int64)

@@ -1,0 +1,112 @@
+"""THEOREM. The proofs can fail: every fault of a catalogue of real ones (mutants.py) is found by them.
+
+Statement: each mutant, an engine or a chat turn with one mistake that an engine of somebody's had, is told from a right
+one by the same state machine, or the same chats, that find nothing wrong with ours.
+
+Argument: none; this is an experiment. A proof by testing is worth as much as what it would have caught.
+
+`python proofs/prove_the_proofs_can_fail.py` prints the table of proofs/README.md: which claim each mutant breaks, after
+how many histories (or turns) it was found, and the shortest history to which the failure could be cut.
+"""
+import statistics
+import sys
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from mutants import CAPACITY, MUTANTS, ChatMutant, Mutant
+import pytest
+
+from refengine.conformance.campaign import shorten
+from refengine.conformance.history import Player, model_truth
+from refengine.conformance.machine import machine_for
+from refengine.conformance.prove import Side, prove
+from refengine.model import load_tokenizer, tiny
+from refengine.pipelined import PipelinedEngine
+
+SEARCH = settings(max_examples=300, stateful_step_count=10, deadline=None, derandomize=True, database=None,
+                  report_multiple_bugs=False, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
+
+def find(mutant: Mutant, model, built_in) -> tuple[int, list | None, str]:
+    """(histories or turns until found, the history that failed, what was seen). Raises when nothing is found."""
+    if isinstance(mutant.make(model), ChatMutant):
+        tiny_model, tokenizer = built_in
+        made = mutant.make(tiny_model)
+        sides = [Side("truth OFF", PipelinedEngine(tiny_model, capacity=1024), tokenizer, False),
+                 Side("mutant ON", made.engine(tiny_model), tokenizer, True, made.chat)]
+        result = prove(sides, seed=1, chats=20, turns=6, long_words=8, max_tokens=8)
+        assert result.differences, f"{mutant.name} survives {len(result.rows)} turns"
+        return len(result.rows), None, str(result.differences[0])
+    machine = machine_for(lambda: mutant.make(model), model_truth(model), model.config.vocab, CAPACITY - 32)
+    try:
+        run_state_machine_as_test(machine, settings=SEARCH)
+    except Exception as error:
+        return machine.histories, machine.failed, str(error)
+    raise AssertionError(f"{mutant.name} survives {machine.histories} histories")
+
+
+@pytest.fixture(scope="module")
+def built_in():
+    return tiny(), load_tokenizer("tiny")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # stale slots hold NaN, and mutants read them
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def prove_a_planted_fault_is_found(mutant, t_model, t_ties, built_in):
+    find(mutant, t_ties if "ties" in mutant.name else t_model, built_in)
+
+
+def prove_the_catalogue_is_long_and_every_fault_has_its_story():
+    assert len(MUTANTS) >= 25 and all(mutant.story and mutant.claim in CLAIMS for mutant in MUTANTS)
+
+
+CLAIMS = {"rows": "prove_rows_are_independent", "function": "prove_any_history", "trim": "prove_any_history",
+          "pages": "prove_any_history", "pipelined": "prove_any_history", "atomic": "prove_any_history",
+          "reuse": "prove_prefix_reuse_is_invisible", "sampling": "prove_prefix_reuse_is_invisible"}
+
+
+def table(model, ties, built_in) -> str:
+    """The mutants as a Markdown table, each found and cut short."""
+    lines, lengths = ["| planted fault | what people saw | found by | after | cut to |", "|---|---|---|---|---|"], []
+    for mutant in MUTANTS:
+        chosen = ties if "ties" in mutant.name else model
+        count, history, _ = find(mutant, chosen, built_in)
+        cut, unit = "", "turns"
+        if history is not None:
+            truth = model_truth(chosen)
+
+            def fails(ops):
+                try:
+                    Player(mutant.make(chosen), truth).play(ops)
+                except Exception:
+                    return True
+                return False
+
+            unit, short = "histories", shorten(history, fails)
+            lengths.append(len(short))
+            cut = f"{len(short)} operation{'s' * (len(short) > 1)}"
+        lines.append(f"| {mutant.name} | {' '.join(mutant.story.split())} | `{CLAIMS[mutant.claim]}` | {count} {unit} | {cut} |")
+    return "\n".join([*lines, "", f"{len(MUTANTS)} planted, {len(MUTANTS)} found; the histories were cut to a median of "
+                      f"{statistics.median(lengths):.0f} operations."])
+
+
+def main() -> None:
+    import tempfile
+    import warnings
+    from pathlib import Path
+
+    from models import T_CONFIG, write_ties
+
+    from refengine.model import load_model
+    from refengine.synth import write_checkpoint
+
+    warnings.simplefilter("ignore", RuntimeWarning)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder) / "T", T_CONFIG, seed=1)
+        write_ties(Path(folder) / "ties")
+        print(table(load_model(Path(folder) / "T"), load_model(Path(folder) / "ties"), (tiny(), load_tokenizer("tiny"))))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "tests")
+    main()

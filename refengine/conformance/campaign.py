@@ -1,0 +1,167 @@
+"""A campaign: the state machine's histories from a seed, over processes, for as many as one likes. Floor 7.
+
+A history depends on the seed and its number only, so any number of workers gives the same digest.
+"""
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from refengine.conformance.caller import RULES, Caller, SeededChoices
+from refengine.conformance.history import Op, Player, model_truth
+from refengine.engine import SequentialEngine
+from refengine.model import Model, load_model
+from refengine.pipelined import PipelinedEngine
+
+LONGEST = 64
+BATCH = 100
+
+
+@dataclass
+class Batch:
+    """What some consecutive histories came to. ``failure``: (number, engine settings, operations, message) of the first."""
+
+    histories: int = 0
+    operations: int = 0
+    bytes: int = 0
+    digest: str = ""
+    failure: tuple[int, dict[str, Any], list[Op], str] | None = None
+
+
+@dataclass
+class Campaign:
+    """The sum of all batches, in order."""
+
+    histories: int = 0
+    operations: int = 0
+    bytes: int = 0
+    digest: str = ""
+    seconds: float = 0.0
+    failure: tuple[int, dict[str, Any], list[Op], str] | None = None
+    batches: list[str] = field(default_factory=list)
+
+    def add(self, batch: Batch) -> None:
+        self.histories += batch.histories
+        self.operations += batch.operations
+        self.bytes += batch.bytes
+        self.batches.append(batch.digest)
+        self.failure = self.failure or batch.failure
+
+
+def make_engine(model: Model, settings: dict[str, Any], capacity: int = LONGEST) -> SequentialEngine:
+    """An engine from what a trace says: engine, page_size, page_order (of so many pages; more follow), chunk_size."""
+    order, pages = settings["page_order"], -(-capacity // settings["page_size"])
+    if order is not None:
+        settings = {**settings, "page_order": [*order, *sorted(set(range(pages)) - set(order))]}
+    rest = {"capacity": capacity, "page_size": settings["page_size"], "page_order": settings["page_order"]}
+    if settings["engine"] == "pipelined":
+        return PipelinedEngine(model, chunk_size=settings["chunk_size"], **rest)
+    return SequentialEngine(model, **rest)
+
+
+def random_settings(rng: random.Random) -> dict[str, Any]:
+    """Either engine, any page size and order, any chunk size."""
+    page_size = rng.choice((1, 2, 3, 4, 7, 16, 64))
+    order = list(range(-(-LONGEST // page_size)))
+    if rng.random() < 0.5:
+        rng.shuffle(order)
+    return {"engine": rng.choice(("sequential", "pipelined")), "page_size": page_size, "page_order": order,
+            "chunk_size": rng.choice((1, 2, 3, 5, 8, 64))}
+
+
+def play_histories(model: Model, seed: int, numbers: Sequence[int]) -> Batch:
+    """Play the histories of these numbers; stop at the first that fails."""
+    batch, digest, truth = Batch(), hashlib.sha256(), model_truth(model)
+    for number in numbers:
+        rng = random.Random(f"refengine history {seed} {number}")
+        settings = random_settings(rng)
+        player, caller, choose = Player(make_engine(model, settings), truth), Caller(model.config.vocab, LONGEST), SeededChoices(rng)
+        try:
+            for _ in range(rng.randint(5, 10)):
+                op = caller.operation(rng.choice(RULES), choose, player.held)
+                player.do(op)
+                caller.answered(op, player.held)
+        except Exception as error:  # any kind is a finding
+            batch.failure = number, settings, player.played, f"{type(error).__name__}: {error}"
+            break
+        batch.histories += 1
+        batch.operations += len(player.played)
+        batch.bytes += player.bytes
+        digest.update(player.digest())
+    batch.digest = digest.hexdigest()
+    return batch
+
+
+_model: Model | None = None
+
+
+def _start(source: str, arithmetic: str) -> None:
+    global _model
+    _model = load_model(source, arithmetic)
+
+
+def _play(seed: int, first: int, last: int) -> Batch:
+    return play_histories(_model, seed, range(first, last))
+
+
+def run(source: str, arithmetic: str, *, seed: int, histories: int, workers: int, on_batch: Callable[[Batch], None],
+        minutes: float | None = None) -> Campaign:
+    """Play histories 0..histories-1 in worker processes of one BLAS thread each. Stops at a failure, or when time is up."""
+    began, campaign = time.perf_counter(), Campaign()
+    starts = range(0, histories, BATCH)
+    threads = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read by the workers when they start
+    try:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (source, arithmetic)) as pool:
+            pending = [pool.submit(_play, seed, first, min(first + BATCH, histories)) for first in starts]
+            for future in pending:
+                campaign.add(batch := future.result())
+                on_batch(batch)
+                if batch.failure or (minutes and time.perf_counter() - began > 60 * minutes):
+                    pool.shutdown(cancel_futures=True)
+                    break
+    finally:
+        if threads is None:
+            del os.environ["OPENBLAS_NUM_THREADS"]
+        else:
+            os.environ["OPENBLAS_NUM_THREADS"] = threads
+    campaign.digest = hashlib.sha256("".join(campaign.batches).encode()).hexdigest()
+    campaign.seconds = time.perf_counter() - began
+    return campaign
+
+
+def failure_of(model: Model, settings: dict[str, Any], history: Sequence[Op]) -> str | None:
+    """What goes wrong when one history is played, or None. The cache is as large as the history can need."""
+    inner = [op.get("during", op) for op in history]
+    most = LONGEST + sum(len(op.get("tokens", ())) + len(op.get("prompt", ())) + op.get("max_tokens", 0) for op in inner)
+    try:
+        Player(make_engine(model, settings, most), model_truth(model)).play(history)
+    except Exception as error:  # any kind is a finding
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def shorten(history: Sequence[Op], fails: Callable[[Sequence[Op]], bool]) -> list[Op]:
+    """A shorter history that still fails: operations are dropped, then ids, as long as it does."""
+    history = list(history)
+    changed = True
+    while changed:
+        changed = False
+        for i in reversed(range(len(history))):
+            if fails(shorter := history[:i] + history[i + 1:]):
+                history, changed = shorter, True
+        for i, op in enumerate(history):
+            for name in ("tokens", "prompt"):
+                while len(op.get(name, ())) > 1:
+                    smaller = {**op, name: op[name][:len(op[name]) // 2]}
+                    if not fails(shorter := history[:i] + [smaller] + history[i + 1:]):
+                        break
+                    history, op, changed = shorter, smaller, True
+    return history

@@ -1,0 +1,51 @@
+"""The tiny random models that tests and proofs share, as fixtures; conftest.py of both imports them. Floor 9."""
+from pathlib import Path
+
+import pytest
+
+from refengine.model import Model, load_model
+from refengine.safetensors_file import SafetensorsFile, write_safetensors
+from refengine.synth import write_checkpoint
+
+# The model "T" of the cases: heads x head_dim is not hidden, GQA, norm weights that are not 1, kv heads that differ.
+T_CONFIG = {"model_type": "qwen3", "hidden_act": "silu", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "vocab_size": 64, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 4096, "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_bias": False}
+
+
+@pytest.fixture(scope="session")
+def t_folder(tmp_path_factory):
+    """The checkpoint folder of T."""
+    folder = tmp_path_factory.mktemp("T")
+    write_checkpoint(folder, T_CONFIG, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def t_model(t_folder) -> Model:
+    """T in exact arithmetic."""
+    return load_model(t_folder)
+
+
+@pytest.fixture(scope="session")
+def t_native(t_folder) -> Model:
+    """T in native float32."""
+    return load_model(t_folder, arithmetic="native")
+
+
+@pytest.fixture(scope="session")
+def t_ties(tmp_path_factory) -> Model:
+    """T with every row of the head twice, so that each greedy choice is a tie."""
+    folder = tmp_path_factory.mktemp("ties")
+    write_ties(folder)
+    return load_model(folder)
+
+
+def write_ties(folder: Path) -> None:
+    """The checkpoint of T with the rows of the head in equal pairs."""
+    write_checkpoint(folder, T_CONFIG, seed=1)
+    file = SafetensorsFile(folder / "model.safetensors")
+    tensors = {name: ("F32", file.tensor(name).copy()) for name in file.entries}
+    head = tensors["lm_head.weight"][1]
+    head[1::2] = head[::2]
+    write_safetensors(folder / "model.safetensors", tensors)
