@@ -28,12 +28,11 @@ def _processor() -> str:
 
 def _openblas() -> dict[str, Any]:
     """The core that a bundled OpenBLAS chose (or was told to use), and its threads; nothing for another BLAS."""
-    for library in Path(np.__file__).parent.parent.glob("numpy.libs/libscipy_openblas*"):
+    for library in Path(np.__file__).parent.parent.glob("numpy.libs/lib*openblas*"):
         loaded = ctypes.CDLL(str(library))
-        for suffix in ("64_", ""):
-            name = getattr(loaded, f"scipy_openblas_get_corename{suffix}", None)
-            threads = getattr(loaded, f"scipy_openblas_get_num_threads{suffix}", None)
-            if name and threads:
-                name.restype = ctypes.c_char_p
-                return {"blas_core": name().decode(), "blas_threads": int(threads())}
+        for name in ("scipy_openblas_get_{}64_", "scipy_openblas_get_{}", "openblas_get_{}64_", "openblas_get_{}"):
+            core, threads = (getattr(loaded, name.format(what), None) for what in ("corename", "num_threads"))
+            if core and threads:
+                core.restype = ctypes.c_char_p
+                return {"blas_core": core().decode(), "blas_threads": int(threads())}
     return {}

@@ -28,5 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
     for key in ("lossless", "compared", "digest"):
         equal = new[key] == old[key]
         same &= equal
-        console.print(f"{key:10} {'the same' if equal else f'{new[key]}, but the receipt says {old[key]}'}", highlight=False)
+        console.print(f"{key:10} {'the same' if equal else f'{new[key]}, but the receipt says {old[key]}'}", highlight=False, soft_wrap=True)
     return 0 if same else 1

@@ -15,6 +15,7 @@ is nothing but this list), and asks `truth` what logits and K/V these ids have.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,7 @@ def model_truth(model: Model) -> Callable[[tuple[int, ...]], Truth]:
 
 def engine_truth(make_engine: Callable[[], Engine]) -> Callable[[tuple[int, ...]], Truth]:
     """The truth by the engine itself, cold: a new one, fed everything at once. For engines that are not ours."""
+    @functools.lru_cache(1024)
     def truth(ids: tuple[int, ...]) -> Truth:
         engine = make_engine()
         if ids:

@@ -52,7 +52,8 @@ def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
     t, h, d = q.shape
     n = runs[0].k.shape[0]
     g = h // n
-    q = snap(q * np.float32(float(LOG2E) / d**0.5), Q_BITS)   # (T, H, D)
+    scale = LOG2E / np.sqrt(np.float64(d))                    # scores in units of log 2
+    q = snap(q * np.float32(scale), Q_BITS)                   # (T, H, D)
     q = q.reshape(t, n, g, d).swapaxes(0, 1).reshape(n, t * g, d)         # (N, T * G, D)
     step = runs[0].v_step if len(runs) == 1 else np.concatenate([run.v_step for run in runs], axis=1)  # (N, S)
     step_max = running_max(step)[:, start:]                   # (N, T): below each query's position

@@ -49,7 +49,7 @@ def _on_grid(w: np.ndarray) -> np.ndarray:
     e = np.frexp(l1)[1] - np.int32(W_BITS)
     steps = np.ldexp(l1, -e) + w.shape[1] / 2                 # the bound: each weight may be rounded up by half a step
     if (steps > 2.0**(BITS - X_BITS)).any():
-        raise BoundError(f"a row of {w.shape[1]} weights counts up to {steps.max():.0f} steps, 2^{BITS - X_BITS} are allowed")
+        raise BoundError(f"a row of {w.shape[1]} weights can count more steps than the 2^{BITS - X_BITS} that are allowed")
     y = w * np.ldexp(1.0, -e)                                 # (n, K) float64
     np.rint(y, out=y)
     y *= np.ldexp(1.0, e)
@@ -57,7 +57,7 @@ def _on_grid(w: np.ndarray) -> np.ndarray:
 
 
 def linear(x: np.ndarray, w: Linear) -> np.ndarray:
-    """x @ W.T + b, exact until its one rounding to float32. (..., K) float32 -> (..., N) float32."""
+    """x @ W.T + b. (..., K) float32 -> (..., N) float32. The product is exact; the bias is added in float64."""
     y = matmul(snap(x, X_BITS), w.weight)                     # (..., N)
     y += 0.0 if w.bias is None else w.bias                    # + 0.0: no -0.0 left by the BLAS
     return y.astype(np.float32)
