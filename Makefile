@@ -2,13 +2,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: prove test clean
+.PHONY: prove test prove-deep clean
 
 prove: .venv/ready
 	$(BIN)/refengine prove
 
 test: .venv/ready
-	$(BIN)/python -m pytest -m "not peers and not real"
+	$(BIN)/python -m pytest -m "not peers and not real and not platforms"
+
+# As long as you give it: make prove-deep EXAMPLES=100000
+EXAMPLES ?= 2000
+prove-deep: .venv/ready
+	HYPOTHESIS_PROFILE=deep EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m "not platforms" proofs
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'

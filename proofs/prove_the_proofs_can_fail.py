@@ -5,11 +5,10 @@ one by the same state machine, or the same chats, that find nothing wrong with o
 
 Argument: none; this is an experiment. A proof by testing is worth as much as what it would have caught.
 
-`python proofs/prove_the_proofs_can_fail.py` prints the table of proofs/README.md: which claim each mutant breaks, after
-how many histories (or turns) it was found, and the shortest history to which the failure could be cut.
+`python proofs/make_readme.py` writes the table of proofs/README.md: which claim each mutant breaks, by what and after how
+many histories (or turns) it was found, and the shortest history to which the failure could be cut.
 """
 import statistics
-import sys
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -60,18 +59,18 @@ def prove_the_catalogue_is_long_and_every_fault_has_its_story():
     assert len(MUTANTS) >= 25 and all(mutant.story and mutant.claim in CLAIMS for mutant in MUTANTS)
 
 
-CLAIMS = {"rows": "prove_rows_are_independent", "function": "prove_any_history", "trim": "prove_any_history",
-          "pages": "prove_any_history", "pipelined": "prove_any_history", "atomic": "prove_any_history",
-          "reuse": "prove_prefix_reuse_is_invisible", "sampling": "prove_prefix_reuse_is_invisible"}
+CLAIMS = {"rows": "rows are independent", "function": "K/V and logits are a function of the tokens", "trim": "a rewind is forgetting",
+          "pages": "pages are invisible", "pipelined": "pipelined is sequential", "atomic": "a step is whole or not at all",
+          "reuse": "prefix reuse is invisible", "sampling": "sampled text is the same"}
 
 
 def table(model, ties, built_in) -> str:
     """The mutants as a Markdown table, each found and cut short."""
-    lines, lengths = ["| planted fault | what people saw | found by | after | cut to |", "|---|---|---|---|---|"], []
+    lines, lengths = ["| planted fault | what people saw | claim it breaks | found by | after | cut to |", "|---|---|---|---|---|---|"], []
     for mutant in MUTANTS:
         chosen = ties if "ties" in mutant.name else model
         count, history, _ = find(mutant, chosen, built_in)
-        cut, unit = "", "turns"
+        cut, unit, proof = "", "turns", "prove_prefix_reuse_is_invisible"
         if history is not None:
             truth = model_truth(chosen)
 
@@ -82,31 +81,10 @@ def table(model, ties, built_in) -> str:
                     return True
                 return False
 
-            unit, short = "histories", shorten(history, fails)
+            unit, proof, short = "histories", "prove_any_history", shorten(history, fails)
             lengths.append(len(short))
             cut = f"{len(short)} operation{'s' * (len(short) > 1)}"
-        lines.append(f"| {mutant.name} | {' '.join(mutant.story.split())} | `{CLAIMS[mutant.claim]}` | {count} {unit} | {cut} |")
+        lines.append(f"| {mutant.name} | {' '.join(mutant.story.split())} | {CLAIMS[mutant.claim]} | `{proof}` | {count} {unit} | "
+                     f"{cut} |")
     return "\n".join([*lines, "", f"{len(MUTANTS)} planted, {len(MUTANTS)} found; the histories were cut to a median of "
                       f"{statistics.median(lengths):.0f} operations."])
-
-
-def main() -> None:
-    import tempfile
-    import warnings
-    from pathlib import Path
-
-    from models import T_CONFIG, write_ties
-
-    from refengine.model import load_model
-    from refengine.synth import write_checkpoint
-
-    warnings.simplefilter("ignore", RuntimeWarning)
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder) / "T", T_CONFIG, seed=1)
-        write_ties(Path(folder) / "ties")
-        print(table(load_model(Path(folder) / "T"), load_model(Path(folder) / "ties"), (tiny(), load_tokenizer("tiny"))))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, "tests")
-    main()

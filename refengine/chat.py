@@ -63,6 +63,7 @@ class Chat:
         self.template_arguments = dict(template_arguments or {})
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.turns: list[Turn] = []
+        self._answers = 0  # given out: only the newest may still write the history
 
     def send(self, text: str) -> Iterator[str]:
         """Say something and stream the answer in whole characters.
@@ -117,9 +118,11 @@ class Chat:
         reused, fallback = self.rewind(prompt)                                 # 2., 3. common prefix, rewind
         feed = prompt if self.engine.prefix_reuse_feeds_full_sequence else prompt[reused:]
         ids = self.engine.generate(feed, max_tokens=self.max_tokens, stop_ids=self.tokenizer.stop_ids, sampling=sampling)
+        self._answers += 1
         return self._stream(ids, Turn(len(prompt), reused, len(prompt) - reused, fallback), messages, began)   # 4. feed
 
     def _stream(self, ids: Iterator[int], turn: Turn, messages: list[dict[str, Any]], began: float) -> Iterator[str]:
+        number = self._answers
         try:
             for text in self._decode(ids, turn, began):
                 turn.text += text
@@ -130,7 +133,7 @@ class Chat:
         finally:
             ids.close()
             turn.seconds = time.perf_counter() - began
-            if turn.finish and turn.ids:  # ended or cancelled, not failed, and something came
+            if turn.finish and turn.ids and number == self._answers:  # not failed, not superseded, and something came
                 self.messages = [*messages, {"role": "assistant", "content": turn.text}]
                 self.turns.append(turn)
                 self._log(turn)

@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a {type(value).__name__}, not an object")
@@ -120,7 +120,7 @@ class _Reader:
             if default is ...:
                 raise self.error(f"{key} is missing")
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
         if type(value) is not kind:
             raise self.error(f"{key} is {value!r}, not a {kind.__name__}")
@@ -148,7 +148,8 @@ def parse_config(raw: dict[str, Any], where: str, stop_ids: tuple[int, ...] = ()
     r.refuse("use_sliding_window", False, why="a sliding window forgets positions; every position is kept here")
     r.refuse("quantization_config", why="quantised safetensors are not read; use a GGUF file")
     r.refuse("partial_rotary_factor", 1, 1.0, why="only full rotation is computed")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+    kinds = r.get("layer_types", list, [])
+    if any(kind != "full_attention" for kind in kinds):
         raise r.error("layer_types has other kinds than full_attention")
     hidden, heads = r.get("hidden_size", int), r.get("num_attention_heads", int)
     kv_heads = r.get("num_key_value_heads", int, heads)

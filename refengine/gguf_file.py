@@ -77,17 +77,22 @@ class GGUFCheckpoint(Checkpoint):
             head_dim=head_dim, mlp=get("feed_forward_length"), vocab=self.shapes()["model.embed_tokens.weight"][0],
             # Written as float32: 1e-5 comes back as 9.99999975e-06. Its shortest float32 form is what was meant.
             rms_norm_eps=float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),
-            rope=self._rope(get, rope_freqs), tied="lm_head.weight" not in self._tensors,
+            rope=self._rope(get, rope_freqs, head_dim), tied="lm_head.weight" not in self._tensors,
             qk_norm=has("self_attn.q_norm.weight"), qkv_bias=has("self_attn.q_proj.bias"), o_bias=has("self_attn.o_proj.bias"),
             mlp_bias=has("mlp.gate_proj.bias"), max_positions=get("context_length"),
             stop_ids=tuple(dict.fromkeys(i for i in stop if i is not None)))
 
-    def _rope(self, get, rope_freqs) -> Rope:
+    def _rope(self, get, rope_freqs, head_dim: int) -> Rope:
         theta, kind = float(get("rope.freq_base")), get("rope.scaling.type", "none")
         divisors = () if rope_freqs is None else tuple(float(d) for d in rope_freqs.data.ravel())
+        if divisors and len(divisors) != head_dim // 2:
+            raise CheckpointError(f"{self.path}: rope_freqs.weight has {len(divisors)} divisors, should have {head_dim // 2}")
         if kind == "none":
             return Rope(theta, divisors=divisors)
         factor = float(get("rope.scaling.factor"))
+        for key in ("yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+            if get(f"rope.scaling.{key}", None) is not None:
+                raise ConfigError(f"{self.path}: rope.scaling.{key} is set, and its effect is not computed here")
         if kind == "linear":
             return Rope(theta, "linear", factor=factor, divisors=divisors)
         if kind == "yarn":
@@ -135,8 +140,12 @@ class GGUFCheckpoint(Checkpoint):
         model, pre = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre", "default")
         if model != "gpt2":
             raise TokenizerError(f"{self.path}: tokenizer.ggml.model {model!r} is not rebuilt, only byte-level BPE (gpt2) is")
-        merges = [tuple(merge.split(" ", 1)) for merge in self._get("tokenizer.ggml.merges")]
-        backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+        try:
+            merges = [tuple(merge.split(" ", 1)) for merge in self._get("tokenizer.ggml.merges")]
+            bpe = models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre in ("llama-bpe", "llama3"))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(f"{self.path}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({error})") from None
+        backend = Backend(bpe)
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         if pre in ("gpt-2", "default"):
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -85,7 +85,10 @@ class Model:
 
     def check_tokens(self, tokens: Sequence[int]) -> np.ndarray:
         """Ids as an int64 array. Raises FeedError when one is not an id of this model's vocabulary."""
-        ids = np.asarray(tokens if len(tokens) else np.empty(0, np.int64))
+        try:
+            ids = np.asarray(tokens if len(tokens) else np.empty(0, np.int64))
+        except ValueError:  # rows of different lengths
+            raise FeedError("tokens must be one sequence of integer ids; a batch is not computed here") from None
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise FeedError(f"tokens must be a sequence of integer ids, not {ids.dtype} of shape {ids.shape}")
         outside = np.flatnonzero((ids < 0) | (ids >= self.config.vocab))
@@ -101,7 +104,7 @@ class Model:
                 return logits
         except KernelNonFiniteError:
             pass
-        forward(self, cache, tokens, every=every, tap=_Watch(cache.offset, tap))  # nothing was committed: run it again
+        forward(self, cache, tokens, every=every, tap=_Watch(cache.offset + len(tokens), tap))  # nothing was committed: run it again
         raise NonFiniteError(f"a kernel met an infinity or a NaN at positions {cache.offset}.."
                              f"{cache.offset + len(tokens) - 1} that no activation shows")
 
@@ -119,16 +122,15 @@ class Model:
 class _Watch:
     """A tap that raises at the first activation with an infinity or a NaN."""
 
-    def __init__(self, start: int, inner: Tap | None):
-        self.start, self.inner = start, inner
+    def __init__(self, stop: int, inner: Tap | None):
+        self.stop, self.inner = stop, inner  # the last row of any activation is position stop - 1
 
     def __call__(self, name: str, x: np.ndarray) -> np.ndarray:
         x = self.inner(name, x) if self.inner else x
         bad = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)
         if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            where = f"position {self.start + row}" if name != "logits" else "the last position"
-            raise NonFiniteError(f"{name} is infinite or NaN at {where}")
+            position = self.stop - len(x) + int(np.flatnonzero(bad)[0])
+            raise NonFiniteError(f"{name} is infinite or NaN at position {position}")
         return x
 
 

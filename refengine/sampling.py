@@ -24,9 +24,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        for name, ok, rule in (("temperature", self.temperature >= 0, "at least 0"), ("top_k", self.top_k >= 0, "at least 0"),
+        # Bounds within float32: what is smaller or larger would become 0 or infinite there.
+        for name, ok, rule in (("temperature", self.temperature == 0 or 1e-30 <= self.temperature <= 1e30, "0 or in [1e-30, 1e30]"),
+                               ("top_k", self.top_k >= 0, "at least 0"),
                                ("top_p", 0 < self.top_p <= 1, "in (0, 1]"), ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-                               ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+                               ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "in [0.001, 1000]"),
                                ("seed", 0 <= self.seed < 2**64, "in [0, 2^64)")):
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but must be {rule}")

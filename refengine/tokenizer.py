@@ -53,12 +53,14 @@ class TextStream:
         """The text that this id completes, possibly empty."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        # The bytes of an unfinished character decode to one U+FFFD at the end; the next id may complete it.
-        done = len(text) - text.endswith("\ufffd")
+        # An unfinished character decodes to U+FFFD at the end, one or (with byte fallback) one a byte of the whole run of
+        # bytes; the next id may complete it.
+        done = len(text.rstrip("\ufffd"))
         new, self._shown = text[self._shown:done], max(self._shown, done)
         if len(self._ids) > self._WINDOW and done == len(text):
-            self._ids = self._ids[-4:]  # context: some decoders treat the first id of a text specially
-            self._shown = len(self._tokenizer.decode(self._ids))
+            context = self._tokenizer.decode(self._ids[-4:])  # some decoders treat the first visible id of a text specially
+            if context:
+                self._ids, self._shown = self._ids[-4:], len(context)
         return new
 
     def flush(self) -> str:

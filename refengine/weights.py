@@ -11,7 +11,7 @@ import numpy as np
 
 from refengine.checkpoint import Checkpoint
 from refengine.errors import CheckpointError
-from refkernels import BoundError, NonFiniteError
+from refkernels import BoundError
 
 _BLOCK = 2**19  # weights converted at once, by each worker
 
@@ -48,6 +48,9 @@ def load_weights(checkpoint: Checkpoint, op: ModuleType) -> Weights:
     check_names_and_shapes(checkpoint)
     if config.tied and "lm_head.weight" in checkpoint.shapes():
         _check_same(checkpoint, "lm_head.weight", "model.embed_tokens.weight")
+    if not config.tied:  # a tied embedding is looked at as the head
+        for _ in _row_blocks(checkpoint, "model.embed_tokens.weight"):
+            pass
     pack = _Packer(checkpoint, op)
 
     def layer(i: int) -> Layer:
@@ -88,11 +91,24 @@ def check_names_and_shapes(checkpoint: Checkpoint) -> None:
 
 
 def _row_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
-    """A matrix as float32 blocks of rows."""
+    """A matrix as float32 blocks of rows. Raises CheckpointError naming the first row that is not finite."""
     rows, columns = checkpoint.shapes()[name]
     step = max(1, _BLOCK // columns)
     for row in range(0, rows, step):
-        yield checkpoint.tensor(name, slice(row, row + step))
+        block = checkpoint.tensor(name, slice(row, row + step))
+        finite = np.isfinite(block)
+        if not finite.all():
+            row += int(np.flatnonzero(~finite.all(axis=1))[0])
+            raise CheckpointError(f"{checkpoint.source}: {name}: row {row} holds an infinity or a NaN")
+        yield block
+
+
+def _vector(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A gain or a bias as float32. Raises CheckpointError when it is not finite."""
+    vector = checkpoint.tensor(name)
+    if not np.isfinite(vector).all():
+        raise CheckpointError(f"{checkpoint.source}: {name} holds an infinity or a NaN")
+    return vector
 
 
 def _check_same(checkpoint: Checkpoint, a: str, b: str) -> None:
@@ -110,21 +126,18 @@ class _Packer:
         self.checkpoint, self.op = checkpoint, op
 
     def norm(self, module: str) -> np.ndarray:
-        weight = self.checkpoint.tensor(f"{module}.weight")
-        if not np.isfinite(weight).all():
-            raise CheckpointError(f"{self.checkpoint.source}: {module}.weight holds an infinity or a NaN")
-        return self._named(module, lambda: self.op.pack_norm(weight))
+        return self._named(module, lambda: self.op.pack_norm(_vector(self.checkpoint, f"{module}.weight")))
 
     def linear(self, *modules: str, bias: bool = False) -> Any:
         """One packed matrix from the rows of several."""
         shapes = [self.checkpoint.shapes()[f"{module}.weight"] for module in modules]
         blocks = (block for module in modules for block in _row_blocks(self.checkpoint, f"{module}.weight"))
-        values = np.concatenate([self.checkpoint.tensor(f"{module}.bias") for module in modules]) if bias else None
+        values = np.concatenate([_vector(self.checkpoint, f"{module}.bias") for module in modules]) if bias else None
         shape = (sum(rows for rows, _ in shapes), shapes[0][1])
         return self._named(", ".join(modules), lambda: self.op.pack_linear(shape, blocks, values))
 
     def _named(self, name: str, pack: Callable[[], Any]) -> Any:
         try:
             return pack()
-        except (BoundError, NonFiniteError) as error:
+        except BoundError as error:
             raise CheckpointError(f"{self.checkpoint.source}: {name}: {error}") from error

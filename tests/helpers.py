@@ -1,4 +1,4 @@
-"""What the tests share: engines to try, a fresh computation to compare with, and comparisons of bits that name the place. Floor 9.
+"""What the tests share: engines to try, a fresh computation to compare with, and comparisons that name the place. Floor 9.
 
 `cold` is the yardstick: one forward over the whole sequence in a cache of its own, so that it uses nothing of what the
 tests are about (no engine, no chunks, no rewind). What an engine holds and says must equal it bit for bit.
@@ -29,7 +29,9 @@ def make_engine(kind: str, model: Model, *, capacity: int = 128, page_size: int 
                 page_order: Sequence[int] | None = None) -> SequentialEngine:
     """An engine with the sizes of the cases: capacity 128, pages of 4."""
     sizes = {"capacity": capacity, "page_size": page_size, "page_order": page_order}
-    return SequentialEngine(model, **sizes) if kind == "sequential" else PipelinedEngine(model, chunk_size=chunk_size, **sizes)
+    if kind == "sequential":
+        return SequentialEngine(model, **sizes)
+    return PipelinedEngine(model, chunk_size=chunk_size, **sizes)
 
 
 def make_chat(kind: str = "pipelined", cache: bool = True, *, model: Model | None = None, capacity: int = 512,

@@ -1,0 +1,74 @@
+"""Writes proofs/README.md from the proofs' own docstrings and a run over the planted faults: python proofs/make_readme.py."""
+import ast
+import re
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+HERE = Path(__file__).parent
+HEAD = """# proofs
+
+What refengine claims, one statement a file. The docstring is the theorem, the argument and its limits; below it are
+Hypothesis properties that try to refute it. `make test` runs them derandomised; `make prove-deep EXAMPLES=100000` as long
+as you like. This page is written by `python proofs/make_readme.py`.
+
+| claim | file | shown by | not shown |
+|---|---|---|---|
+"""
+MIDDLE = """
+Recurrent and hybrid models, whose state cannot be rewound (`trim_kv_cache` answers -1, the caller resets), have their place
+here when such a model is there; that a caller must not ignore the -1 is among the planted faults.
+
+Histories from a seed, over processes, with a receipt: `refengine prove --histories 100000 --workers 2`. Receipts of long
+runs are in [receipts/](receipts/); `refengine verify RECEIPT` repeats one and compares. A history that fails is cut short
+and saved as a trace; `refengine replay TRACE.json` plays it again. The trace is plain JSON, documented in
+[history.py](../refengine/conformance/history.py), and means the same to any engine.
+
+An engine of your own:
+
+```
+pytest --pyargs refengine.conformance --engine my.module:make_engine
+```
+
+where `make_engine()` returns a fresh subclass of `refengine.Engine`. It is compared, bit for bit, with what a fresh one of
+its own gives. [tests/engines_of_others.py](../tests/engines_of_others.py) has a right one, and one whose rewind to zero
+keeps everything: the suite fails it and writes the two operations that show it.
+
+## The proofs can fail
+
+Each of these faults, which engines of others had, is planted in turn and found.
+
+"""
+
+
+def theorems() -> str:
+    """A table row for each prove_*.py."""
+    rows = []
+    for path in sorted(HERE.glob("prove_*.py")):
+        doc = " ".join(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).split())
+        claim = re.search(r"THEOREM\. (.+?)(?= Statement:)", doc)[1]
+        part = {name: (found[1] if (found := re.search(rf"{name}: (.+?)(?= (?:Shown by|Not shown|Argument|The control|The native set)[:, ]|$)", doc))
+                       else "") for name in ("Shown by", "Not shown")}
+        rows.append(f"| {claim} | [{path.name}]({path.name}) | {part['Shown by'] or 'Hypothesis properties.'} | {part['Not shown']} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+    from models import T_CONFIG, write_ties
+    from prove_the_proofs_can_fail import table
+
+    from refengine.model import load_model, load_tokenizer, tiny
+    from refengine.synth import write_checkpoint
+
+    warnings.simplefilter("ignore", RuntimeWarning)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder) / "T", T_CONFIG, seed=1)
+        write_ties(Path(folder) / "ties")
+        mutants = table(load_model(Path(folder) / "T"), load_model(Path(folder) / "ties"), (tiny(), load_tokenizer("tiny")))
+    (HERE / "README.md").write_text(HEAD + theorems() + MIDDLE + mutants + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
