@@ -10,7 +10,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOMES = {"load": "engine", "Engine": "engine", "SequentialEngine": "engine", "PipelinedEngine": "pipelined",
+_HOMES = {"load": "loading", "Engine": "engine", "SequentialEngine": "engine", "PipelinedEngine": "pipelined",
           "load_model": "model", "Model": "model", "tiny": "model", "load_tokenizer": "model", "Chat": "chat",
           "Turn": "chat", "Sampling": "sampling", "RefengineError": "errors"}
 __all__ = ["__version__", *_HOMES]

@@ -12,9 +12,10 @@ from types import ModuleType
 import numpy as np
 
 from refengine.cache import Cache, PagePool
-from refengine.checkpoint import Checkpoint, open_checkpoint
+from refengine.checkpoint import Checkpoint
 from refengine.config import ModelConfig
 from refengine.errors import CheckpointError, FeedError, NonFiniteError
+from refengine.sources import open_checkpoint
 from refengine.tokenizer import Tokenizer
 from refengine.weights import Weights, load_weights
 from refkernels import BoundError, NonFiniteError as KernelNonFiniteError, arithmetic as kernel_set, probe

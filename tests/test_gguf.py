@@ -21,9 +21,9 @@ from gguf import GGMLQuantizationType as Type
 from models import T_CONFIG
 
 from refengine.chat import Chat
-from refengine.checkpoint import open_checkpoint
+from refengine.sources import open_checkpoint
 from refengine.config import parse_config
-from refengine.engine import load
+from refengine.loading import load
 from refengine.errors import CheckpointError, ConfigError, TokenizerError
 from refengine.model import load_model, load_tokenizer
 from refengine.safetensors_file import write_safetensors

@@ -16,7 +16,7 @@ from make_goldens import CASES
 from safetensors.numpy import load_file, save_file
 
 from refengine.config import parse_config
-from refengine.engine import load
+from refengine.loading import load
 from refengine.errors import FeedError, NonFiniteError
 from refengine.model import load_model
 from refengine.rope import Rope

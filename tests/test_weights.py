@@ -13,9 +13,9 @@ import pytest
 import safetensors.numpy
 from models import T_CONFIG
 
-import refengine.checkpoint
+import refengine.folder_checkpoint
 import refengine.weights
-from refengine.checkpoint import FolderCheckpoint
+from refengine.folder_checkpoint import FolderCheckpoint
 from refengine.errors import CheckpointError
 from refengine.model import load_model
 from refengine.safetensors_file import SafetensorsFile, narrow, write_safetensors
@@ -334,7 +334,7 @@ def test_an_index_name_that_leads_elsewhere_is_refused_before_anything_is_opened
     write(folder, t_tensors())
     name = str(tmp_path / "outside.safetensors") if name == "ABSOLUTE" else name
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(t_tensors(), name)}))
-    monkeypatch.setattr(refengine.checkpoint, "SafetensorsFile", lambda path: pytest.fail(f"{path} was opened"))
+    monkeypatch.setattr(refengine.folder_checkpoint, "SafetensorsFile", lambda path: pytest.fail(f"{path} was opened"))
     refused(folder, INDEX, repr(name), "is not a plain file name")
 
 
@@ -345,7 +345,7 @@ def test_a_link_that_leaves_the_folder_is_refused_before_it_is_opened(tmp_path, 
     (folder / "config.json").write_text(json.dumps(T_CONFIG))
     os.symlink(tmp_path / "outside.safetensors", folder / "shard.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(t_tensors(), "shard.safetensors")}))
-    monkeypatch.setattr(refengine.checkpoint, "SafetensorsFile", lambda path: pytest.fail(f"{path} was opened"))
+    monkeypatch.setattr(refengine.folder_checkpoint, "SafetensorsFile", lambda path: pytest.fail(f"{path} was opened"))
     refused(folder, INDEX, "shard.safetensors is a link that leaves the folder")
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from refengine.conformance import campaign, receipt
 from refengine.conformance.history import save_trace
 from refengine.conformance.prove import LADDER, Result, Row, Side, pairs, prove
-from refengine.engine import load
+from refengine.loading import load
 from refengine.model import Model, load_model, load_tokenizer
 
 _WHAT = {"text": "text", "ids": "token ids", "logits": "logits", "kv": "K/V"}

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import argparse
 
-from refengine.engine import SequentialEngine, load
+from refengine.engine import SequentialEngine
+from refengine.loading import load
 from refengine.model import Model
 from refengine.sampling import Sampling
 

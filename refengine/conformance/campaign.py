@@ -20,7 +20,7 @@ from refengine.engine import SequentialEngine
 from refengine.model import Model, load_model
 from refengine.pipelined import PipelinedEngine
 
-LONGEST = 64
+LONGEST = 48
 BATCH = 100
 
 
@@ -72,8 +72,8 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
     order = list(range(-(-LONGEST // page_size)))
     if rng.random() < 0.5:
         rng.shuffle(order)
-    return {"engine": rng.choice(("sequential", "pipelined")), "page_size": page_size, "page_order": order,
-            "chunk_size": rng.choice((1, 2, 3, 5, 8, 64))}
+    return {"engine": rng.choice(("sequential", "pipelined", "pipelined", "pipelined")), "page_size": page_size, "page_order": order,
+            "chunk_size": rng.choice((1, 3, 5, 8, 16, 64))}
 
 
 def play_histories(model: Model, seed: int, numbers: Sequence[int]) -> Batch:
@@ -84,7 +84,7 @@ def play_histories(model: Model, seed: int, numbers: Sequence[int]) -> Batch:
         settings = random_settings(rng)
         player, caller, choose = Player(make_engine(model, settings), truth), Caller(model.config.vocab, LONGEST), SeededChoices(rng)
         try:
-            for _ in range(rng.randint(5, 10)):
+            for _ in range(rng.randint(5, 8)):
                 op = caller.operation(rng.choice(RULES), choose, player.held)
                 player.do(op)
                 caller.answered(op, player.held)

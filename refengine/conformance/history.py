@@ -47,27 +47,25 @@ class Mismatch(AssertionError):
 
 
 class Truth(NamedTuple):
-    """What a sequence of ids has: the logits of its last position (None for no ids), and K/V (None when unknown)."""
+    """What a sequence of ids has: the logits of its last position (None for no ids), K/V (None when unknown), and the
+    logits of all its positions (None when unknown: then shorter sequences are asked for one by one)."""
 
     logits: np.ndarray | None
     kv: list[dict[str, np.ndarray]] | None
+    rows: np.ndarray | None = None
 
 
 def model_truth(model: Model) -> Callable[[tuple[int, ...]], Truth]:
-    """The truth by one forward over a fresh cache: no rewind, no chunks, no engine. Remembers what it was asked."""
-    known: dict[tuple[int, ...], Truth] = {}
-
+    """The truth by one forward over a fresh cache: no rewind, no chunks, no engine. Remembers what it was asked last."""
+    @functools.lru_cache(256)
     def truth(ids: tuple[int, ...]) -> Truth:
-        if ids not in known:
-            if len(known) > 4096:
-                known.clear()
-            cache = model.new_cache(max(1, len(ids)), 64)
-            logits = None
-            if ids:
-                logits = model.run(cache, np.array(ids))[-1].astype(np.float32, copy=False)
-                cache.commit(ids)
-            known[ids] = Truth(logits, [cache.snapshot(layer) for layer in range(model.config.layers)])
-        return known[ids]
+        cache = model.new_cache(max(1, len(ids)), 64)
+        rows = None
+        if ids:
+            rows = model.run(cache, np.array(ids), every=True).astype(np.float32, copy=False)
+            cache.commit(ids)
+        kv = [cache.snapshot(layer) for layer in range(model.config.layers)]
+        return Truth(None if rows is None else rows[-1], kv, rows)
 
     return truth
 
@@ -122,23 +120,30 @@ class Player:
 
     def _generate(self, op: Op) -> None:
         ids = self.engine.generate(self._feed(op["tokens"]), max_tokens=op["max_tokens"])
-        new = list(op["tokens"])
+        new, steps = list(op["tokens"]), []
         try:
             for count in range(op["max_tokens"]):
                 if count == op["cancel"]:
                     break
                 token = next(ids, None)
-                self.held, new = self.held + new, []
-                want = self.truth(tuple(self.held)).logits
-                if token != int(np.argmax(want)):
-                    self._fail(f"id {count} of the generation", int(np.argmax(want)), token)
-                self._check()
-                new = [token]
+                self.held, new = self.held + new, [token]
+                self._check_tokens()
+                steps.append((len(self.held), token, self.engine.logits))
             else:
                 if (extra := next(ids, None)) is not None:
                     self._fail("the end of the generation", "no more ids", extra)
         finally:
             ids.close()
+        for count, (length, token, logits) in enumerate(steps):
+            want = self._logits_after(length)
+            self._check_logits(logits, want, f"logits behind id {count}")
+            if token != int(np.argmax(want)):
+                self._fail(f"id {count} of the generation", int(np.argmax(want)), token)
+
+    def _logits_after(self, length: int) -> np.ndarray:
+        """The true logits of position length - 1 of what is held. They do not depend on what follows."""
+        rows = self.truth(tuple(self.held)).rows
+        return self.truth(tuple(self.held[:length])).logits if rows is None else rows[length - 1]
 
     def _turn(self, op: Op) -> None:
         prompt = op["prompt"]
@@ -185,22 +190,30 @@ class Player:
 
     def _check(self) -> None:
         """The engine holds what it should, says so, and every byte of it is right."""
+        self._check_tokens()
+        truth, logits, kv = self.truth(tuple(self.held)), self.engine.logits, self.engine.kv()
+        if logits is not None:
+            self._check_logits(logits, truth.logits, "logits")
+        if kv is not None and truth.kv is not None:
+            self.bytes += sum(field.nbytes for layer in kv for field in layer.values())
+            if difference := first_kv_difference(truth.kv, kv, len(self.held)):
+                self._fail(*difference)
+
+    def _check_logits(self, logits: np.ndarray | None, want: np.ndarray | None, what: str) -> None:
+        if logits is None or want is None:
+            self._fail(what, "there" if logits is None else "not there", "not there" if logits is None else "there")
+        self.bytes += logits.nbytes
+        if logits.tobytes() != want.tobytes():
+            at = int(np.flatnonzero(bits(logits) != bits(want))[0])
+            self._fail(f"{what}, id {at},", want[at], logits[at])
+
+    def _check_tokens(self) -> None:
         tokens = self.engine.tokens
         if tokens != self.held:
             at = first_difference(tokens, self.held)
             self._fail(f"cached token {at}", self.held[at:at + 4], tokens[at:at + 4])
         if self.engine.processed_token_count != len(tokens):
             self._fail("processed_token_count", len(tokens), self.engine.processed_token_count)
-        truth, logits, kv = self.truth(tuple(self.held)), self.engine.logits, self.engine.kv()
-        if logits is not None and (truth.logits is None or logits.tobytes() != truth.logits.tobytes()):
-            at = 0 if truth.logits is None else int(np.flatnonzero(bits(logits) != bits(truth.logits))[0])
-            self._fail(f"logits[{at}]", "no logits" if truth.logits is None else truth.logits[at], logits[at])
-        if logits is not None:
-            self.bytes += logits.nbytes
-        if kv is not None and truth.kv is not None:
-            self.bytes += sum(field.nbytes for layer in kv for field in layer.values())
-            if difference := first_kv_difference(truth.kv, kv, len(tokens)):
-                self._fail(*difference)
 
     def _fail(self, where: str, want: Any, got: Any) -> None:
         raise Mismatch(f"{where} is {got}, but should be {want} [{'; '.join(map(describe, self.played))}]")
