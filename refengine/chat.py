@@ -81,11 +81,13 @@ class Chat:
     def undo(self) -> None:
         """Take back the last user message and all that followed."""
         del self.messages[self._last_user():]
+        self._answers += 1
 
     def reset(self) -> None:
         """Start over, keeping the system prompt."""
         self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
         self.turns = []
+        self._answers += 1  # an answer still open must not come back
         self.engine.reset()
 
     def _last_user(self) -> int:

@@ -58,9 +58,13 @@ class TextStream:
         done = len(text.rstrip("\ufffd"))
         new, self._shown = text[self._shown:done], max(self._shown, done)
         if len(self._ids) > self._WINDOW and done == len(text):
-            context = self._tokenizer.decode(self._ids[-4:])  # some decoders treat the first visible id of a text specially
-            if context:
-                self._ids, self._shown = self._ids[-4:], len(context)
+            # Keep a context that reads alone as it does here: it has something visible (some decoders treat that specially)
+            # and does not begin inside a character.
+            for keep in range(4, 13):
+                context = self._tokenizer.decode(self._ids[-keep:])
+                if context and text.endswith(context):
+                    self._ids, self._shown = self._ids[-keep:], len(context)
+                    break
         return new
 
     def flush(self) -> str:

@@ -170,7 +170,6 @@ def test_an_answer_that_is_closed_after_another_was_given_does_not_undo_it(kind)
     assert [m["content"] for m in chat.messages] == [SYSTEM, "And of Japan?", text] and len(chat.turns) == 1
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a reset does not count as superseding an answer")
 def test_an_answer_that_is_closed_after_a_reset_does_not_come_back():
     chat = make_chat()
     first = chat.send("Hello")

@@ -138,6 +138,8 @@ def test_the_ends_of_the_random_range_stay_inside_what_may_be_drawn(logits, monk
     monkeypatch.setattr(np.random, "Philox", Fixed)
     assert Sampling(temperature=1, seed=0).pick(exact, logits, []) == 0
     assert Sampling(temperature=1, seed=2**64 - 1).pick(exact, logits, []) == 2
+    for seed, want in ((2**63 - 1, 0), (2**63, 1)):  # the middle of the range parts two equal tokens evenly
+        assert Sampling(temperature=1, seed=seed).pick(exact, logs(1, 1), []) == want
 
 
 def test_the_penalty_turns_a_greedy_choice():

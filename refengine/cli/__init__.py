@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument("--chats", type=int, help="how many chats (8 for tiny, 2 for others)")
     prove.add_argument("--turns", type=int, help="turns a chat (6 for tiny, 4 for others)")
     prove.add_argument("--max-tokens", type=int, default=24, help="longest answer (default %(default)s)")
-    prove.add_argument("--histories", type=int, metavar="N", help="a campaign instead of chats: N random histories of prefill, "
-                       "generate, turn, rewind, cancel and raised errors, on both engines, with any page and chunk size")
+    prove.add_argument("--histories", type=int, metavar="N", help="a campaign instead of chats: N random histories of "
+                       "prefill, generate, turn, rewind, cancel and raised errors, both engines, any page and chunk size")
     prove.add_argument("--workers", type=int, default=2, help="processes of a campaign (default %(default)s)")
     prove.add_argument("--minutes", type=float, help="stop when this has passed")
     prove.add_argument("--seed", type=int, default=0)
