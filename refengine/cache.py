@@ -109,8 +109,12 @@ class Cache:
                 yield a, b, slice(slot + a - position, slot + b - position)
 
     def write(self, layer: int, kv: Any) -> None:
-        """Put a layer's packed K/V of T new positions at offset..offset+T-1 (reserved before). Not visible until commit."""
+        """Put a layer's packed K/V of T new positions at offset..offset+T-1. Not visible until commit.
+
+        Raises ValueError when they were not reserved.
+        """
         count = kv[0].shape[1]
+        self._check_reserved(count)
         for a, b, slots in self._stretches(self.offset, self.offset + count):
             for field, new in zip(self.pool.fields, kv):
                 field[layer, :, slots] = new[:, a - self.offset:b - self.offset]
@@ -121,9 +125,14 @@ class Cache:
                 for _, _, slots in self._stretches(0, self.offset + count)]
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The one place where the offset grows: these tokens' K/V are complete in every layer."""
+        """The one place where the offset grows: these tokens' K/V are complete in every layer. ValueError as `write`."""
+        self._check_reserved(len(tokens))
         self._ids[self.offset:self.offset + len(tokens)] = tokens
         self.offset += len(tokens)
+
+    def _check_reserved(self, count: int) -> None:
+        if self.offset + count > len(self._pages) * self.pool.page_size:
+            raise ValueError(f"{count} positions after {self.offset} were not reserved")
 
     def trim_to(self, length: int) -> None:
         """Forget everything from position ``length`` on: set the offset. Raises ValueError outside 0..offset."""

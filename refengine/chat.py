@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,13 +69,14 @@ class Chat:
         """Say something and stream the answer in whole characters.
 
         Closing the iterator cancels: what was streamed stays in the history. An error takes the message back; the engine
-        stays usable. Raises TokenizerError, FeedError or CapacityError before anything is changed.
+        stays usable. Raises TokenizerError, FeedError or CapacityError with the history unchanged (the engine may have been
+        rewound to what it shares with the prompt).
         """
         return self._answer([*self.messages, {"role": "user", "content": text}], self.sampling)
 
     def regenerate(self) -> Iterator[str]:
         """Answer the last user message again, in place of the present answer. A sampled answer draws anew."""
-        another = replace(self.sampling, seed=self.sampling.seed + len(self.turns))
+        another = replace(self.sampling, seed=(self.sampling.seed + len(self.turns)) % 2**64)
         return self._answer(self.messages[:self._last_user() + 1], another)
 
     def undo(self) -> None:
@@ -121,10 +122,11 @@ class Chat:
         feed = prompt if self.engine.prefix_reuse_feeds_full_sequence else prompt[reused:]
         ids = self.engine.generate(feed, max_tokens=self.max_tokens, stop_ids=self.tokenizer.stop_ids, sampling=sampling)
         self._answers += 1
-        return self._stream(ids, Turn(len(prompt), reused, len(prompt) - reused, fallback), messages, began)   # 4. feed
+        turn = Turn(len(prompt), reused, len(prompt) - reused, fallback)
+        return self._stream(ids, turn, messages, began, self._answers)         # 4. feed the rest, stream
 
-    def _stream(self, ids: Iterator[int], turn: Turn, messages: list[dict[str, Any]], began: float) -> Iterator[str]:
-        number = self._answers
+    def _stream(self, ids: Generator[int, None, None], turn: Turn, messages: list[dict[str, Any]], began: float,
+                number: int) -> Iterator[str]:
         try:
             for text in self._decode(ids, turn, began):
                 turn.text += text

@@ -6,7 +6,7 @@ of a call (end, stop, cancel, exception) leaves `tokens`, `processed_token_count
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 import numpy as np
 
@@ -62,9 +62,9 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def generate(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop_ids: Collection[int] = (),
-                 sampling: Sampling = GREEDY) -> Iterator[int]:
+                 sampling: Sampling = GREEDY) -> Generator[int, None, None]:
         """Process tokens (as the feed contract says), then yield new ids until a stop id, which is yielded last, or
-        ``max_tokens``. The id yielded last has no K/V yet: it lags one step. Closing the iterator cancels."""
+        ``max_tokens``. The id yielded last has no K/V yet: it lags one step. Closing the generator cancels."""
 
 
 class SequentialEngine(Engine):
@@ -116,7 +116,7 @@ class SequentialEngine(Engine):
         self._run(suffix)
 
     def generate(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop_ids: Collection[int] = (),
-                 sampling: Sampling = GREEDY) -> Iterator[int]:
+                 sampling: Sampling = GREEDY) -> Generator[int, None, None]:
         """See `Engine.generate`. Nothing runs before the first id is asked for, but bad tokens are refused at once.
 
         Raises FeedError or CapacityError before anything is changed. While iterating: CapacityError when the cache is
@@ -161,7 +161,7 @@ class SequentialEngine(Engine):
         self._logits = logits[-1].astype(np.float32, copy=False)
 
     def _generate(self, suffix: np.ndarray, use: int, max_tokens: int | None, stop_ids: frozenset[int],
-                  sampling: Sampling) -> Iterator[int]:
+                  sampling: Sampling) -> Generator[int, None, None]:
         count = 0
         while max_tokens is None or count < max_tokens:
             if self._use != use:

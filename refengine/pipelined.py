@@ -1,7 +1,7 @@
 """The pipelined engine: chunked prefill, suffix feed, and the next step in flight while a token is handed out. Floor 6."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -50,7 +50,7 @@ class PipelinedEngine(SequentialEngine):
             self._flight = None
 
     def _generate(self, suffix: np.ndarray, use: int, max_tokens: int | None, stop_ids: frozenset[int],
-                  sampling: Sampling) -> Iterator[int]:
+                  sampling: Sampling) -> Generator[int, None, None]:
         if max_tokens == 0:
             return
         if self._use != use:

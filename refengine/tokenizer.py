@@ -40,7 +40,11 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of ids as they arrive, never half a character: ``"".join(pushes) + flush() == decode(all ids)``."""
+    """Text of ids as they arrive, never half a character: ``"".join(pushes) + flush() == decode(all ids)``.
+
+    NOTE: a decoder with byte fallback (Llama 2) takes a whole run of bytes for broken when its end is; what was handed out
+    of such a run before it broke cannot be taken back.
+    """
 
     _WINDOW = 24
 

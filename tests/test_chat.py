@@ -170,13 +170,25 @@ def test_an_answer_that_is_closed_after_another_was_given_does_not_undo_it(kind)
     assert [m["content"] for m in chat.messages] == [SYSTEM, "And of Japan?", text] and len(chat.turns) == 1
 
 
-def test_an_answer_that_is_closed_after_a_reset_does_not_come_back():
+@pytest.mark.parametrize("back", ["reset", "undo"])
+def test_an_answer_that_is_closed_after_a_reset_or_an_undo_does_not_come_back(back):
     chat = make_chat()
-    first = chat.send("Hello")
-    next(first)
-    chat.reset()
-    first.close()
-    assert chat.messages == [{"role": "system", "content": SYSTEM}] and chat.turns == []
+    say(chat, "Hello")
+    open_answer = chat.send("And of Japan?")
+    next(open_answer)
+    chat.reset() if back == "reset" else chat.undo()
+    open_answer.close()
+    assert chat.messages == [{"role": "system", "content": SYSTEM}]
+    assert len(chat.turns) == (back == "undo")  # undo keeps the record of the answer that it took back
+
+
+def test_an_answer_that_is_begun_after_an_undo_does_not_bring_back_what_was_taken_back():
+    chat = make_chat()
+    say(chat, "Hello")
+    late = chat.send("And of Japan?")
+    chat.undo()
+    list(late)
+    assert "Hello" not in [m["content"] for m in chat.messages]
 
 
 # Switches and logs

@@ -151,8 +151,8 @@ def test_the_penalty_turns_a_greedy_choice():
 
 @pytest.mark.parametrize(("name", "value"), [
     ("temperature", -0.1), ("temperature", float("nan")), ("temperature", 1e-50), ("temperature", float("inf")),
-    ("top_k", -1), ("top_p", 0), ("top_p", 1.01), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0),
-    ("repetition_penalty", -1), ("repetition_penalty", 1e-50), ("repetition_penalty", 1e39),
+    ("top_k", -1), ("top_p", 0), ("top_p", 1.01), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.1),
+    ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 1e-50), ("repetition_penalty", 1e39),
     ("repetition_penalty", float("inf")), ("repetition_penalty", float("nan")), ("seed", -1), ("seed", 2**64)])
 def test_parameters_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"^{name} is "):

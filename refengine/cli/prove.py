@@ -16,12 +16,13 @@ from refengine.conformance.prove import LADDER, Result, Row, Side, pairs, prove
 from refengine.loading import load
 from refengine.model import Model, load_model, load_tokenizer
 
+_SHORT = {"sequential": "seq.", "pipelined": "pipe."}
 _WHAT = {"text": "text", "ids": "token ids", "logits": "logits", "kv": "K/V"}
 
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console()
-    console.width = max(console.width, 100)  # the table's columns; a narrower terminal wraps, and nothing is cut
+    console.width = max(console.width, 104)  # the table's columns; a narrower terminal wraps, and nothing is cut
     if arguments.histories is not None:
         return _campaign(console, arguments)
     small = arguments.model == "tiny"
@@ -105,7 +106,7 @@ def _table(rows: list[Row], sides: list[Side]) -> Table:
     for column in ("prompt", "reused", "forwarded"):
         table.add_column(column, justify="right", no_wrap=True)
     for engine, _, _ in pairs(sides):
-        for column in (f"{engine} ON", "OFF", "ratio"):
+        for column in (f"{_SHORT[engine]} ON", "OFF", "ratio"):
             table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         what = row.step.kind + "~" * bool(row.step.sampling.temperature) + "!" * (row.step.cancel is not None)
