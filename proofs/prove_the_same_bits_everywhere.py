@@ -27,7 +27,7 @@ from refengine.model import tiny
 
 # It hunts any change of any bit, on any machine. Made on x86-64 (AVX-512) by digest.digests("exact", 256); whether the
 # numbers are right is for other tests. It changes with the built-in model's weights or with the arithmetic, on purpose only.
-PINNED = "e2a17af02c4c61d0eaece62011afa18465e9e8d92532dc3a43f696120397b88b"
+PINNED = "07682cf5a907dd921d2c8ebd800bcb50c434a49bce8afe9b987b270bcd4d48a8"
 CHUNKS = (1, 7, 256)
 SAME = {str(chunk): PINNED for chunk in CHUNKS}
 

@@ -205,7 +205,7 @@ def _rope(raw: dict[str, Any], where: str, max_positions: int) -> Rope:
         fields["factor"] = r.get("factor", float)
     if kind in ("llama3", "yarn"):
         key = "original_max_position_embeddings"
-        fields[key] = r.get(key, int) if kind == "llama3" else r.get(key, int, raw.get(key) or max_positions)
+        fields[key] = r.get(key, int) if kind == "llama3" else r.get(key, int, max_positions)
     if kind == "llama3":
         low, high = r.get("low_freq_factor", float), r.get("high_freq_factor", float)
         if low >= high:

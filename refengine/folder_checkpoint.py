@@ -33,7 +33,7 @@ class FolderCheckpoint(Checkpoint):
             if len(found) != 1:
                 names = ", ".join(path.name for path in found) or "none"
                 raise CheckpointError(f"{self.folder}: one .safetensors file or {index.name} is needed; found {names}")
-            yield SafetensorsFile(found[0])
+            yield SafetensorsFile(self._inside(found[0], found[0].name))
             return
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

@@ -57,12 +57,18 @@ class GGUFCheckpoint(Checkpoint):
         def get(key: str, default: Any = ...) -> Any:
             return self._get(f"{family}.{key}", default)
 
+        def count(key: str, default: Any = ...) -> int:
+            value = get(key, default)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{self.path}: {family}.{key} is {value!r}, not a number from 1 up")
+            return value
+
         for key in ("expert_count", "attention.sliding_window", "attention.scale", "attention.clamp_kqv", "logit_scale",
                     "residual_scale", "embedding_scale", "attn_logit_softcapping"):
             if get(key, 0):
                 raise ConfigError(f"{self.path}: {family}.{key} is {get(key)!r}, which is another forward pass")
-        hidden, heads = get("embedding_length"), get("attention.head_count")
-        head_dim = get("attention.key_length", hidden // heads)
+        hidden, heads = count("embedding_length"), count("attention.head_count")
+        head_dim = count("attention.key_length", hidden // heads)
         if get("attention.value_length", head_dim) != head_dim or get("rope.dimension_count", head_dim) != head_dim:
             raise ConfigError(f"{self.path}: key, value and rotary sizes of a head differ")
         if "model.embed_tokens.weight" not in self._tensors:
@@ -73,13 +79,13 @@ class GGUFCheckpoint(Checkpoint):
             return f"model.layers.0.{name}" in self._tensors
 
         return ModelConfig(
-            family=family, hidden=hidden, layers=get("block_count"), heads=heads, kv_heads=get("attention.head_count_kv", heads),
-            head_dim=head_dim, mlp=get("feed_forward_length"), vocab=self.shapes()["model.embed_tokens.weight"][0],
+            family=family, hidden=hidden, layers=count("block_count"), heads=heads, kv_heads=count("attention.head_count_kv", heads),
+            head_dim=head_dim, mlp=count("feed_forward_length"), vocab=self.shapes()["model.embed_tokens.weight"][0],
             # Written as float32: 1e-5 comes back as 9.99999975e-06. Its shortest float32 form is what was meant.
             rms_norm_eps=float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),
             rope=self._rope(get, rope_freqs, head_dim), tied="lm_head.weight" not in self._tensors,
             qk_norm=has("self_attn.q_norm.weight"), qkv_bias=has("self_attn.q_proj.bias"), o_bias=has("self_attn.o_proj.bias"),
-            mlp_bias=has("mlp.gate_proj.bias"), max_positions=get("context_length"),
+            mlp_bias=has("mlp.gate_proj.bias"), max_positions=count("context_length"),
             stop_ids=tuple(dict.fromkeys(i for i in stop if i is not None)))
 
     def _rope(self, get, rope_freqs, head_dim: int) -> Rope:
@@ -166,7 +172,7 @@ class GGUFCheckpoint(Checkpoint):
         backend.add_tokens([AddedToken(t, normalized=False, special=False)
                             for t, kind in zip(tokens, types) if kind == _USER_DEFINED])
         bos = self._get("tokenizer.ggml.bos_token_id", None)
-        if self._get("tokenizer.ggml.add_bos_token", False) and bos is not None:
+        if self._get("tokenizer.ggml.add_bos_token", pre in ("llama-bpe", "llama3")) and bos is not None:
             backend.post_processor = processors.TemplateProcessing(
                 single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)])
         return backend

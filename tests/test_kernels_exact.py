@@ -147,18 +147,18 @@ def test_packed_weights_are_the_weights_to_half_a_step_and_their_steps_fit(w):
             assert all((v / unit).denominator == 1 for v in fractions(got))
 
 
-def test_a_weight_at_the_bound_is_accepted_and_one_beyond_it_refused():
-    # With the packer's own W_BITS no row short enough for a test comes near 2^29 steps; with one more bit two weights do.
-    at = np.float32([[ONE_LESS, 2.0**-24 - 2.0**-29]])        # 2^29 - 1 steps, and half a step of rounding for each of two
-    beyond = np.float32([[ONE_LESS, 2.0**-24 - 2.0**-30]])    # half a step more
+def test_a_row_that_could_round_past_the_bound_gets_a_coarser_grid_and_beyond_it_is_refused():
+    assert mlp.X_BITS + mlp.W_BITS == 53
+    within = np.float32([[ONE_LESS, 2.0**-27]])               # 2^28 - 14 steps, and half a step of rounding for each of two
+    beyond = np.float32([[ONE_LESS, 2.0**-24 - 2.0**-29]])    # 2^28 - 1/2 steps and the same
     x = np.float32([[ONE_LESS, ONE_LESS], [ONE_LESS, -ONE_LESS]])
-    with patch.object(mlp, "W_BITS", 29):
-        packed = exact.pack_linear((1, 2), [at])
+    for w, step in ((within, 2.0**-28), (beyond, 2.0**-27)):
+        packed = exact.pack_linear((1, 2), [w])
+        assert (packed.weight % step == 0).all() and np.abs(packed.weight).sum() / step <= 2**28
         for row, got in zip(x, exact.linear(x, packed)):
             assert got[0] == round_to_float32(dot(fractions(row), fractions(packed.weight[:, 0])))
-        with pytest.raises(BoundError, match="a row of 2 weights"):
-            exact.pack_linear((1, 2), [beyond])
-    exact.pack_linear((1, 2), [beyond])
+    with patch.object(mlp, "X_BITS", 26), pytest.raises(BoundError, match="a row of 2 weights"):
+        exact.pack_linear((1, 2), [within])
 
 
 # Sums against integer arithmetic
@@ -170,7 +170,7 @@ def test_linear_is_integer_arithmetic_rounded_once(k):
     columns = [fractions(column) for column in packed.weight.T]
     with np.errstate(over="ignore"):
         got = exact.linear(x, packed)
-    want = [[round_to_float32(dot(row, column)) for column in columns] for row in (on_grid(row, 24) for row in x)]
+    want = [[round_to_float32(dot(row, column)) for column in columns] for row in (on_grid(row, mlp.X_BITS) for row in x)]
     same_bits(got, np.array(want, np.float32), name="linear")
 
 
@@ -181,14 +181,14 @@ def test_linear_of_anything_is_integer_arithmetic_rounded_once(pair):
     packed = exact.pack_linear(w.shape, [w])
     with np.errstate(over="ignore"):
         got = exact.linear(x, packed)
-    want = [[round_to_float32(dot(on_grid(row, 24), fractions(column))) for column in packed.weight.T] for row in x]
+    want = [[round_to_float32(dot(on_grid(row, mlp.X_BITS), fractions(column))) for column in packed.weight.T] for row in x]
     same_bits(got, np.array(want, np.float32), name="linear")
 
 
 def test_a_bias_is_added_in_float64():
     x, w, bias = normal(3, 40), normal(5, 40, seed=1), normal(5, seed=2)
     packed = exact.pack_linear(w.shape, [w], bias)
-    sums = np.array([[float(dot(on_grid(row, 24), fractions(column))) for column in packed.weight.T] for row in x])
+    sums = np.array([[float(dot(on_grid(row, mlp.X_BITS), fractions(column))) for column in packed.weight.T] for row in x])
     same_bits(exact.linear(x, packed), (sums + bias).astype(np.float32), name="linear")
 
 

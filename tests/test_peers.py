@@ -57,7 +57,7 @@ def test_exact_logits_are_within_twice_the_distance_of_transformers_over_all_pos
     """By root mean square: the largest of thousands of errors is one position's luck.
 
     NOTE: with outlier channels that largest error can be two to four times transformers' (2.2 in this golden), for a linear
-    layer's input keeps 24 bits of its largest channel, and so fewer of the others.
+    layer's input keeps 25 bits of its largest channel, and so fewer of the others.
     """
     exact, truth, _, theirs, _ = computed(name)
     assert np.sqrt(((exact - truth)**2).mean()) <= 2 * np.sqrt(((theirs - truth)**2).mean())

@@ -8,8 +8,8 @@ from refkernels.errors import BoundError, NonFiniteError
 from refkernels.exact.elementary import LOG2E, exp2
 from refkernels.exact.reduce import BITS, l1_bound, matmul, snap
 
-X_BITS = 24  # an activation keeps its 24 bits where it is the largest of its row
-W_BITS = 28  # the steps of one output's weights sum to 2^28, plus rounding
+X_BITS = 25  # an activation keeps all its 24 bits down to half of the largest of its row
+W_BITS = 28  # the steps of one output's weights sum to at most 2^28: X_BITS + W_BITS = 53
 
 
 class Linear(NamedTuple):
@@ -22,7 +22,7 @@ class Linear(NamedTuple):
 def pack_linear(shape: tuple[int, int], blocks: Iterable[np.ndarray], bias: np.ndarray | None = None) -> Linear:
     """Pack an (N, K) weight that comes as float32 blocks of rows, so that two copies never exist.
 
-    Each row gets a grid from its L1 norm, not its maximum: with activations of 24 bits, no dot product passes 2^53.
+    Each row gets a grid from its L1 norm, not its maximum: with activations of 25 bits, no dot product passes 2^53.
     Stored transposed, which is the faster way round for float64 products of few rows.
     Raises BoundError when the row is too long for that, NonFiniteError (row of the weight) on an infinity or a NaN.
     """
@@ -44,11 +44,11 @@ def pack_linear(shape: tuple[int, int], blocks: Iterable[np.ndarray], bias: np.n
 
 
 def _on_grid(w: np.ndarray) -> np.ndarray:
-    """Each row rounded to steps of which its weights together count at most 2^29. (n, K) float32 -> (n, K) float64."""
-    l1 = l1_bound(w)                                          # (n, 1)
+    """Each row rounded to steps of which its weights together count at most 2^28. (n, K) float32 -> (n, K) float64."""
+    l1, rounding = l1_bound(w), w.shape[1] / 2                # (n, 1); each weight may be rounded up by half a step
     e = np.frexp(l1)[1] - np.int32(W_BITS)
-    steps = np.ldexp(l1, -e) + w.shape[1] / 2                 # the bound: each weight may be rounded up by half a step
-    if (steps > 2.0**(BITS - X_BITS)).any():
+    e += np.ldexp(l1, -e) + rounding > 2.0**W_BITS
+    if (np.ldexp(l1, -e) + rounding > 2.0**(BITS - X_BITS)).any():
         raise BoundError(f"a row of {w.shape[1]} weights can count more steps than the 2^{BITS - X_BITS} that are allowed")
     y = w * np.ldexp(1.0, -e)                                 # (n, K) float64
     np.rint(y, out=y)
