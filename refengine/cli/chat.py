@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
                 stats_log=arguments.stats_log,
                 template_arguments={"enable_thinking": False} if arguments.no_thinking else None)
     console.print(f"[dim]{arguments.model}, {arguments.arithmetic} arithmetic, {arguments.engine} engine, prefix cache "
-                  f"{'on' if chat.prefix_cache else 'off'}. /help for commands.[/]")
+                  f"{'on' if chat.prefix_cache else 'off'}. /help for commands.[/]", soft_wrap=True)
     while True:
         try:
             line = input("> ")
@@ -58,7 +58,7 @@ def _line(console: Console, chat: Chat, line: str) -> None:
         chat.reset()
     elif command == "/stats":
         for turn in chat.turns:
-            console.print(turn.record(), style="dim")
+            console.print(turn.record(), style="dim", soft_wrap=True)
     elif command.startswith("/") and command.split()[0].isascii():
         console.print(_HELP, style="dim")
     else:
@@ -74,7 +74,7 @@ def _answer(console: Console, chat: Chat, stream) -> None:
         stream.close()
     print()
     if len(chat.turns) > turns:
-        console.print(status(chat.turns[-1]))
+        console.print(status(chat.turns[-1]), soft_wrap=True)
 
 
 def status(turn: Turn) -> str:
