@@ -9,6 +9,7 @@ what lies above is never read, and its content, NaN here, cannot show.
 
 Not shown: engines that keep what they rewind elsewhere than in this cache.
 """
+import pytest
 from hypothesis import example, given, strategies as st
 
 from refengine.conformance.history import Player, model_truth
@@ -34,6 +35,7 @@ def prove_trimming_twice_is_trimming_to_the_smaller(t_model, first, a, b):
     assert player.held == first[:min(a, b)]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def prove_a_stale_slot_would_show(t_model):
     """The control: poison BELOW the offset is met at once, so the NaN above it would be, were it read."""
     engine = PipelinedEngine(t_model, capacity=64, page_size=4)
