@@ -118,6 +118,15 @@ def test_a_campaign_over_processes_gives_the_digest_of_one(tmp_path):
     assert digests[0] == digests[1]
 
 
+def test_a_campaign_that_ran_out_of_time_leaves_a_receipt_of_what_it_did(tmp_path, monkeypatch):
+    monkeypatch.setattr(campaign, "BATCH", 2)
+    path = tmp_path / "receipt.json"
+    assert main(["prove", "--histories", "40", "--workers", "1", "--minutes", "0.0001", "--receipt", str(path)]) == 0
+    receipt = json.loads(path.read_text())
+    assert receipt["planned"]["histories"] == receipt["compared"]["histories"] == 2
+    assert main(["verify", str(path), "--workers", "1"]) == 0
+
+
 def test_the_truth_is_remembered_and_right(t_model):
     truth = model_truth(t_model)
     assert truth((1, 2, 3)) is truth((1, 2, 3))

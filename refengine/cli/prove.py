@@ -81,8 +81,10 @@ def _campaign(console: Console, arguments: argparse.Namespace) -> int:
     console.print(f"{done.histories:,} histories, {done.operations:,} operations, {done.bytes:,} bytes of logits and K/V compared "
                   f"after each of them; seed {arguments.seed}, {arguments.workers} workers, {done.seconds:.1f} s, "
                   f"{done.histories / done.seconds * 60:,.0f} histories a minute", highlight=False)
-    receipt.write(Path(arguments.receipt), receipt.histories_receipt(
-        model, arguments.seed, {"histories": arguments.histories}, arguments.workers, done))
+    # When time ran out, the receipt plans what was done, so that it can be repeated.
+    planned = {"histories": arguments.histories if done.failure else done.histories}
+    receipt.write(Path(arguments.receipt),
+                  receipt.histories_receipt(model, arguments.seed, planned, arguments.workers, done))
     console.print(f"receipt: {arguments.receipt}", highlight=False)
     if done.failure is None:
         console.print("[bold green]LOSSLESS[/]: every byte is equal", highlight=False)
