@@ -69,4 +69,4 @@ def prove_the_control_can_fail():
         function, x = _functions(native, seed)["linear"], _values(seed + 3, 80, K)
         if any(function(x[:m]).tobytes() != function(x)[:m].tobytes() for m in range(1, 80)):
             return
-    pytest.skip("this BLAS computes rows of these shapes alike; tests/test_platforms.py shows others that do not")
+    pytest.skip("this BLAS computes rows of these shapes alike; prove_the_same_bits_everywhere shows others that do not")
