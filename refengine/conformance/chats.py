@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from refengine.chat import Chat
 from refengine.sampling import GREEDY, Sampling
@@ -73,8 +73,3 @@ def apply(step: Step, chat: Chat) -> Iterator[str]:
     elif users and step.kind == "regenerate":
         return chat.regenerate()
     return chat.send(step.text)
-
-
-def shorten(step: Step, tokens: int) -> Step:
-    """The step with at most so many tokens of answer."""
-    return replace(step, max_tokens=min(step.max_tokens, tokens))
