@@ -18,7 +18,7 @@ from refengine.errors import CheckpointError, FeedError, NonFiniteError
 from refengine.sources import open_checkpoint
 from refengine.tokenizer import Tokenizer
 from refengine.weights import Weights, load_weights
-from refkernels import BoundError, NonFiniteError as KernelNonFiniteError, arithmetic as kernel_set, probe
+from refkernels import BoundError, arithmetic as kernel_set, probe
 
 Tap = Callable[[str, np.ndarray], np.ndarray]
 
@@ -26,7 +26,7 @@ Tap = Callable[[str, np.ndarray], np.ndarray]
 def forward(model: Model, cache: Cache, tokens: np.ndarray, *, every: bool = False, tap: Tap = lambda name, x: x) -> np.ndarray:
     """Logits of the last of T tokens that follow the cache's, (1, V), or with ``every`` of all of them, (T, V).
 
-    Writes their K/V above the offset and does NOT commit: until the caller does, nothing has happened.
+    Writes their K/V above the offset and does NOT commit: until the caller does, nothing has happened. Raises NonFiniteError.
     ``tap(name, array)`` sees every activation and returns it, or another one to go on with.
     """
     op, c, w = model.op, model.config, model.weights
@@ -50,6 +50,8 @@ def forward(model: Model, cache: Cache, tokens: np.ndarray, *, every: bool = Fal
         h = tap(at + "mlp_norm", op.rms_norm(x, layer.mlp_norm, c.rms_norm_eps))  # (T, E)
         h = tap(at + "act", op.swiglu(tap(at + "gate_up", op.linear(h, layer.gate_up))))  # (T, F)
         x = tap(at + "residual", x + tap(at + "down", op.linear(h, layer.down)))  # (T, E)
+    if not np.isfinite(x).all():    # kernels pass a NaN on, so that a row that met one anywhere shows it here
+        raise NonFiniteError("an activation is infinite or NaN")
     x = tap("norm", op.rms_norm(x if every else x[-1:], w.norm, c.rms_norm_eps))  # (T or 1, E)
     return tap("logits", op.linear(x, w.head))                                    # (T or 1, V)
 
@@ -100,12 +102,14 @@ class Model:
     def run(self, cache: Cache, tokens: np.ndarray, *, every: bool = False, tap: Tap | None = None) -> np.ndarray:
         """`forward`, with infinities and NaN turned into a NonFiniteError that names where they came from."""
         try:
-            logits = forward(self, cache, tokens, every=every, **({"tap": tap} if tap else {}))
+            with np.errstate(invalid="ignore", over="ignore"):
+                logits = forward(self, cache, tokens, every=every, **({"tap": tap} if tap else {}))
             if np.isfinite(logits).all():
                 return logits
-        except KernelNonFiniteError:
+        except NonFiniteError:
             pass
-        forward(self, cache, tokens, every=every, tap=_Watch(cache.offset + len(tokens), tap))  # nothing was committed: run it again
+        with np.errstate(invalid="ignore", over="ignore"):  # nothing was committed: run it again
+            forward(self, cache, tokens, every=every, tap=_Watch(cache.offset + len(tokens), tap))
         raise NonFiniteError(f"a kernel met an infinity or a NaN at positions {cache.offset}.."
                              f"{cache.offset + len(tokens) - 1} that no activation shows")
 

@@ -17,7 +17,7 @@ EXACT = sorted(path.name for path in (ROOT / "exact").glob("*.py"))
 # argmax picks an index and computes nothing; NumPy documents that ties go to the lowest.
 NUMPY = set("""
     float32 float64 int8 int32 int64 uint64 ndarray inf
-    empty empty_like zeros arange tri concatenate repeat copyto where errstate
+    array empty empty_like zeros arange tri concatenate repeat copyto where errstate
     abs maximum minimum add subtract multiply divide sqrt rint ceil ldexp frexp isfinite flatnonzero argmax
 """.split())
 REDUCE_ONLY = {"matmul", "logical_and", "logical_or"}      # more NumPy for reduce.py

@@ -10,7 +10,7 @@ class BoundError(KernelError, ValueError):
 
 
 class NonFiniteError(KernelError, ArithmeticError):
-    """An activation holds an infinity or a NaN. ``row`` is the first such row of the array, flattened to 2-D."""
+    """A weight holds an infinity or a NaN. ``row`` is its first such row."""
 
     def __init__(self, row: int):
         super().__init__(f"row {row} holds an infinity or a NaN")

@@ -10,13 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from refkernels.exact.elementary import LOG2E, exp2
-from refkernels.exact.reduce import bit_budget, integers, matmul, row_max, row_sum, running_max, snap
+from refkernels.exact.reduce import bit_budget, integers, matmul, power_below, row_max, row_sum, running_max, snap
 
 Q_BITS = 24
 V_BITS = 23
 P_BITS = 30      # probabilities, relative to the row's largest
 SUM_BITS = 29    # the steps of a row of weights sum to 2^29 plus rounding, however long the context
 MAX_CONTEXT = 2**22  # P_BITS + log2(S) <= 52
+_ZERO = np.array(0.0)
+_P_ONE = np.array(2.0**P_BITS, np.float32)
 _BLOCK = 2**17   # scores in work at once: they stay in the L2 cache
 
 
@@ -52,11 +54,13 @@ def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
     t, h, d = q.shape
     n = runs[0].k.shape[0]
     g = h // n
-    scale = LOG2E / np.sqrt(np.float64(d))                    # scores in units of log 2
-    q = snap(q * np.float32(scale), Q_BITS)                   # (T, H, D)
+    scale = np.float32(LOG2E / np.sqrt(np.float64(d)))        # scores in units of log 2
+    q = snap(q * scale, Q_BITS)                               # (T, H, D)
     q = q.reshape(t, n, g, d).swapaxes(0, 1).reshape(n, t * g, d)         # (N, T * G, D)
     step = runs[0].v_step if len(runs) == 1 else np.concatenate([run.v_step for run in runs], axis=1)  # (N, S)
-    step_max = running_max(step)[:, start:]                   # (N, T): below each query's position
+    step_max = running_max(step[:, start:])                   # (N, T): up to each query's position
+    if start:
+        np.maximum(step_max, row_max(step[:, :start]), out=step_max)
     out = np.empty((n, t * g, d), np.float32)                 # (N, T * G, D)
     for heads, first, last in _blocks(n, t, g, start + t):
         rows = slice(first * g, last * g)
@@ -99,16 +103,19 @@ def _attend(q, runs, step, step_max, queries, g):
         np.copyto(own, -np.inf, where=future[:, None])
     scores -= row_max(scores)
     p = exp2(scores.astype(np.float32))                       # (n, R * G, S) in (0, 1]; 2^-126 where masked
-    weight = np.multiply(p, np.float32(2.0**P_BITS), out=p)
+    weight = np.multiply(p, _P_ONE, out=p)
     np.rint(weight, out=scores)                               # integers up to 2^30; 0 where masked
     total = row_sum(scores)                                   # (n, R * G, 1)
-    grid = np.frexp(total * step_max)[1] - np.int32(SUM_BITS)
+    grid = power_below(total * step_max)                      # one grid for all positions alike
+    grid /= float(1 << SUM_BITS - 1)
     scores *= step[:, None]
-    scores *= np.ldexp(1.0, -grid)
-    weight = np.rint(scores, out=scores)                      # steps of 2^grid, for all positions alike
-    acc = np.zeros((n, rows, d), np.float64)                  # (n, R * G, D)
-    for a, b, run in runs:
+    scores *= 1.0 / grid
+    weight = np.rint(scores, out=scores)                      # steps of it
+    a, b, run = runs[0]
+    acc = matmul(weight[..., a:b], run.v)                     # (n, R * G, D)
+    acc += _ZERO                                              # no -0.0 left by the BLAS
+    for a, b, run in runs[1:]:
         acc += matmul(weight[..., a:b], run.v)
-    acc *= np.ldexp(1.0, grid)
+    acc *= grid
     acc /= total
     return acc

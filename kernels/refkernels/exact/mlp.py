@@ -12,6 +12,10 @@ X_BITS = 25  # an activation keeps all its 24 bits down to half of the largest o
 W_BITS = 28  # the steps of one output's weights sum to at most 2^28: X_BITS + W_BITS = 53
 
 
+_ZERO = np.array(0.0)
+_ONE, _HUGE, _MINUS_LOG2E = np.array(1.0, np.float32), np.array(126.0, np.float32), -LOG2E
+
+
 class Linear(NamedTuple):
     """A packed weight. weight: (K, N) float64, column n on a grid of its own; bias: (N,) float64 or None."""
 
@@ -59,7 +63,7 @@ def _on_grid(w: np.ndarray) -> np.ndarray:
 def linear(x: np.ndarray, w: Linear) -> np.ndarray:
     """x @ W.T + b. (..., K) float32 -> (..., N) float32. The product is exact; the bias is added in float64."""
     y = matmul(snap(x, X_BITS), w.weight)                     # (..., N)
-    y += 0.0 if w.bias is None else w.bias                    # + 0.0: no -0.0 left by the BLAS
+    y += _ZERO if w.bias is None else w.bias                  # + 0.0: no -0.0 left by the BLAS
     return y.astype(np.float32)
 
 
@@ -70,8 +74,8 @@ def swiglu(gate_up: np.ndarray) -> np.ndarray:
     rows = max(1, 65536 // width)                             # a block of both halves stays in the L2 cache
     for i in range(0, len(y), rows):
         gate, up = gate_up[i:i + rows, :width], gate_up[i:i + rows, width:]
-        e = exp2(np.minimum(gate * -LOG2E, np.float32(126.0)))
-        e += np.float32(1.0)
+        e = exp2(np.minimum(gate * _MINUS_LOG2E, _HUGE))
+        e += _ONE
         np.divide(gate, e, out=e)
         np.multiply(e, up, out=y[i:i + rows])
     return y

@@ -18,12 +18,16 @@ def pack_norm(weight: np.ndarray) -> np.ndarray:
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis. (..., K) float32 -> (..., K) float32.
 
-    Zhang and Sennrich 2019, as Llama and Qwen3 use it. Raises NonFiniteError.
+    Zhang and Sennrich 2019, as Llama and Qwen3 use it.
     """
     length = x.shape[-1]
     y = snap(x, _bits(length))                               # (..., K)
     y *= y
-    r = 1.0 / np.sqrt(row_sum(y) / length + eps)             # (..., 1)
-    y = x * r
+    r = row_sum(y)                                           # (..., 1)
+    r /= length
+    r += eps
+    np.sqrt(r, out=r)
+    np.divide(1.0, r, out=r)
+    np.multiply(x, r, out=y)
     y *= weight
     return y.astype(np.float32)

@@ -13,6 +13,7 @@ import numpy as np
 from refkernels.errors import BoundError, NonFiniteError
 
 BITS = 53  # integers up to 2^53 are exact in float64
+_EXPONENT = np.array(0x7FF << 52)  # the exponent field of a float64
 
 
 def log2_ceil(n: int) -> int:
@@ -31,30 +32,37 @@ def bit_budget(length: int, other: int, most: int, least: int, what: str) -> int
     return bits
 
 
-def row_exponent(x: np.ndarray) -> np.ndarray:
-    """The exponent of each row's largest magnitude: |x| < 2^e. (..., K) float32 -> (..., 1) int32.
+def power_below(x: np.ndarray) -> np.ndarray:
+    """The largest power of two not above each x >= 0, read off its exponent field; 0 gives 0. float64 -> float64.
 
-    Raises NonFiniteError on an infinity or a NaN.
+    An infinity or a NaN gives an infinity: a row with one of them turns into NaN on its grid, and so does all that follows.
     """
-    top = row_max(np.abs(x))
-    if not np.maximum.reduce(top, axis=None, initial=0) < np.inf:
-        raise NonFiniteError(int(np.flatnonzero(~np.isfinite(top))[0]))
-    return np.frexp(top)[1]
+    return (x.view(np.int64) & _EXPONENT).view(np.float64)
+
+
+def row_power(x: np.ndarray) -> np.ndarray:
+    """`power_below` of each row's largest magnitude. (..., K) float32 -> (..., 1) float64."""
+    return power_below(row_max(np.abs(x)).astype(np.float64))
 
 
 def snap(x: np.ndarray, bits: int) -> np.ndarray:
     """Each row of x rounded to a grid of its own, 2^bits steps below its largest magnitude. (..., K) float32 -> float64."""
     # Near 1.5 * 2^52 steps, neighbouring doubles are one step apart: adding and subtracting that rounds to the grid.
-    magic = np.ldexp(1.5, row_exponent(x) + (BITS - 1 - bits))
-    y = x + magic
+    magic = row_power(x)
+    magic *= float(3 << BITS - 1 - bits)
+    y = x.astype(np.float64)
+    y += magic
     y -= magic
     return y
 
 
 def integers(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """The same grid as integers and step: x ~ ints * step. (..., K) float32 -> (..., K), (..., 1) float64."""
-    e = row_exponent(x) - bits
-    return np.rint(np.ldexp(x.astype(np.float64), -e)), np.ldexp(1.0, e)
+    step = row_power(x)
+    step /= float(1 << bits - 1)
+    step[step == 0] = 1.0 / float(1 << bits)                  # a row of zeros
+    y = x / step
+    return np.rint(y, out=y), step
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -90,7 +98,10 @@ def l1_bound(w: np.ndarray) -> np.ndarray:
     The magnitudes are rounded UP to a grid of 2^-40 of the row's maximum (coarser for rows over 2^13 long) and summed
     as integers: a float sum would depend on its order. Raises NonFiniteError on an infinity or a NaN.
     """
-    e = row_exponent(w) - min(40, BITS - log2_ceil(w.shape[-1]))
+    top = row_max(np.abs(w))
+    if not np.isfinite(top).all():
+        raise NonFiniteError(int(np.flatnonzero(~np.isfinite(top))[0]))
+    e = np.frexp(top)[1] - min(40, BITS - log2_ceil(w.shape[-1]))
     magnitude = w * np.ldexp(1.0, -e)                         # (N, K) float64
     np.abs(magnitude, out=magnitude)
     np.ceil(magnitude, out=magnitude)

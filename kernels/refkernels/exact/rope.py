@@ -19,10 +19,10 @@ def rope_table(turns: np.ndarray, factor: float, start: int, stop: int) -> tuple
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """Turn the pairs (x[i], x[i + D/2]) by their angles. (T, H, D), (T, D/2) -> (T, H, D) float32."""
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]                       # (T, H, D/2)
-    c, s = cos[:, None], sin[:, None]                         # (T, 1, D/2)
-    y = np.empty_like(x)                                      # (T, H, D)
-    np.subtract(a * c, b * s, out=y[..., :half])
-    np.add(b * c, a * s, out=y[..., half:])
-    return y
+    t, h, d = x.shape
+    x = x.reshape(t, h, 2, d // 2)                            # the pairs' two halves
+    y = x * cos[:, None, None]                                # (T, H, 2, D/2)
+    crossed = x[:, :, ::-1] * sin[:, None, None]              # (T, H, 2, D/2)
+    y[:, :, 0] -= crossed[:, :, 0]
+    y[:, :, 1] += crossed[:, :, 1]
+    return y.reshape(t, h, d)
