@@ -22,6 +22,9 @@ class Engine(abc.ABC):
     """The feed contract after a trim. True: pass the FULL running sequence, the engine skips what it holds.
     False: pass only the suffix that it does not hold."""
 
+    capacity: int | None = None
+    """Most tokens that it can hold; None when it does not say."""
+
     @property
     @abc.abstractmethod
     def tokens(self) -> list[int]:
@@ -74,7 +77,7 @@ class SequentialEngine(Engine):
     chunk_size = 1
 
     def __init__(self, model: Model, *, capacity: int = 4096, page_size: int = 64, page_order: Sequence[int] | None = None):
-        self.model = model
+        self.model, self.capacity = model, capacity
         self.cache = model.new_cache(capacity, page_size, page_order)
         self._logits: np.ndarray | None = None
         self._use = 0  # counts the calls that change the state: an iterator of an older one must not go on

@@ -1,51 +1,151 @@
-"""Chat templates: Jinja in a sandbox, with the settings and helpers that transformers gives them. Floor 2."""
+"""Chat templates: messages in, text out, byte for byte as transformers renders them. Floor 2.
+
+The rendering happens in a process of its own (template_process.py), because a template comes with somebody's model.
+"""
 from __future__ import annotations
 
+import atexit
 import datetime
-import functools
 import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 from refengine.errors import TokenizerError
 
+SECONDS = 20.0  # most that one rendering may take
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that people give to it; templates read the first two
+
 
 class ChatTemplate:
-    """A chat template of a model. ``special``: the token texts that templates name (bos_token, eos_token, ...)."""
+    """The chat templates of a model. ``special``: the token texts that templates name (bos_token, eos_token, ...).
 
-    def __init__(self, source: str, special: dict[str, str] | None = None):
-        self.source, self.special = source, dict(special or {})
+    sources: one template, or several by name. "tool_use" is taken when there are tools, else "default".
+    """
 
-    @functools.cached_property
-    def _compiled(self):
-        import jinja2
-        import jinja2.sandbox  # here, not above: `import refengine` stays light
+    def __init__(self, sources: str | dict[str, str], special: dict[str, str] | None = None):
+        self.sources = {"default": sources} if isinstance(sources, str) else dict(sources)
+        self.special = dict(special or {})
 
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    def render(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+               documents: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True, **arguments: Any) -> str:
+        """The text of a conversation. ``arguments`` are the template's own (enable_thinking, ...), of JSON types.
+
+        Raises TokenizerError: the template refuses it, fails, reaches for Python, takes too long or too much memory.
+        """
+        name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            raise TokenizerError(f"there is no default chat template, only {', '.join(self.sources)}")
+        variables = {"messages": plain_messages(messages), "tools": tools, "documents": documents,
+                     "add_generation_prompt": add_generation_prompt, **self.special, **arguments}
         try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise TokenizerError(f"the chat template does not compile: {error}") from error
+            request = json.dumps({"source": self.sources[name], "variables": variables, "now": now().isoformat()})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TokenizerError(f"what a chat template is given must be of JSON types: {error}") from None
+        return _process.render(request)
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **arguments: Any) -> str:
-        """The text of a conversation. Raises TokenizerError when the template refuses it."""
-        import jinja2
 
+def now() -> datetime.datetime:
+    """The clock that ``strftime_now`` shows to templates."""
+    return datetime.datetime.now()
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A copy of a history as templates want it. Raises TokenizerError naming the message and the field.
+
+    Keys without a value (None) are left out; reasoning is under ``reasoning_content`` and ``thinking``, whatever it was
+    called; the arguments of a tool call, which the OpenAI API writes as a JSON text, are an object.
+    """
+    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _plain(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise TokenizerError(f"{where} is {message!r:.80}, not a dict with a role")
+    message = {key: value for key, value in message.items() if value is not None}
+    for name in _REASONING:
+        if name in message:
+            message = {"thinking": message[name], **message, "reasoning_content": message[name]}
+            break
+    if "tool_calls" in message:
+        if not isinstance(message["tool_calls"], list):
+            raise TokenizerError(f"{where}.tool_calls is {message['tool_calls']!r:.80}, not a list")
+        message["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
+    return message
+
+
+def _plain_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise TokenizerError(f"{where} is {call!r:.80}, not a dict")
+    if "function" in call:
+        return {**call, "function": _plain_call(call["function"], f"{where}.function")}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
         try:
-            return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt,
-                                         **{**self.special, **arguments})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TokenizerError(f"the chat template failed: {error}") from error
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise TokenizerError(f"{where}.arguments is no JSON: {error}") from None
+    if not isinstance(arguments, dict | None):
+        raise TokenizerError(f"{where}.arguments is {arguments!r:.80}, not an object")
+    return call if arguments is None else {**call, "arguments": arguments}
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators=None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+class _Process:
+    """The rendering process of this process, started when it is needed and again when it had to be killed."""
+
+    def __init__(self):
+        self._child: subprocess.Popen | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+
+    def render(self, request: str) -> str:
+        with self._lock:
+            child = self._started()
+            late = threading.Event()
+            timer = threading.Timer(SECONDS, lambda: (late.set(), child.kill()))
+            timer.start()
+            try:
+                child.stdin.write(request + "\n")
+                child.stdin.flush()
+                line = child.stdout.readline()
+            except OSError:
+                line = ""
+            except BaseException:  # interrupted: what comes back belongs to nobody
+                self.stop()
+                raise
+            finally:
+                timer.cancel()
+            if not line.endswith("\n"):
+                self.stop()
+                why = f"it took longer than {SECONDS:g} s" if late.is_set() else "its process died, probably for want of memory"
+                raise TokenizerError(f"the chat template was stopped: {why}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise TokenizerError(f"the chat template failed: {reply['error']}")
+        return reply["text"]
+
+    def _started(self) -> subprocess.Popen:
+        if self._child is None or self._child.poll() is not None or self._owner != os.getpid():  # a fork has its own
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))], text=True, encoding="utf-8",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self._owner = os.getpid()
+            if self._child.stdout.readline() != "ready\n":
+                self.stop()
+                raise TokenizerError("the process that renders chat templates did not start; is jinja2 3.1.6 or newer installed?")
+        return self._child
+
+    def stop(self) -> None:
+        if self._child is not None and self._owner == os.getpid():
+            self._child.kill()
+            self._child.wait()
+            self._child.stdin.close()
+            self._child.stdout.close()
+        self._child = None
 
 
-def _raise_exception(message: str):
-    import jinja2
-
-    raise jinja2.TemplateError(message)
+_process = _Process()
+atexit.register(_process.stop)

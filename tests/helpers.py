@@ -49,7 +49,7 @@ def say(chat: Chat, text: str) -> str:
 def same_turn(on: Chat, off: Chat, script: Any = "") -> None:
     """Answer, ids, counts, history, logits and all K/V of a chat with reuse and of one without are the same."""
     a, b = on.turns[-1], off.turns[-1]
-    assert (a.text, a.ids, a.prompt, a.finish) == (b.text, b.ids, b.prompt, b.finish), script
+    assert (a.text, a.ids, a.prompt, a.finish_reason) == (b.text, b.ids, b.prompt, b.finish_reason), script
     assert a.reused + a.forwarded == a.prompt == b.forwarded and b.reused == 0, script
     assert on.messages == off.messages and len(on.turns) == len(off.turns), script
     assert on.engine.tokens == off.engine.tokens, script

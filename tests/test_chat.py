@@ -26,7 +26,7 @@ def test_a_recorded_conversation_reuses_just_as_many_tokens_as_it_did(kind):
     """
     chat, held = make_chat(kind, max_tokens=12), []
     for text in SCRIPT:
-        prompt = chat.prompt_ids([*chat.messages, {"role": "user", "content": text}])
+        prompt = chat.prompt([*chat.messages, {"role": "user", "content": text}]).ids
         say(chat, text)
         turn = chat.turns[-1]
         assert turn.prompt == len(prompt) and turn.reused == min(naive_prefix(prompt, held), len(prompt) - 1)
@@ -100,7 +100,7 @@ def test_an_edited_message_keeps_what_lies_before_it(kind):
         say(chat, text)
     edited = [dict(message) for message in chat.messages]
     edited[3]["content"] = "And of Italy?"
-    want = naive_prefix(chat.prompt_ids(edited), chat.engine.tokens)
+    want = naive_prefix(chat.prompt(edited).ids, chat.engine.tokens)
     chat.messages[3]["content"] = "And of Italy?"
     say(chat, SCRIPT[2])
     assert chat.turns[-1].reused == want > chat.turns[0].prompt - 1
@@ -217,7 +217,7 @@ def test_the_log_has_a_line_for_each_turn_and_one_for_each_greedy_answer(kind, t
         assert list(values)[:3] == ["prompt", "reused", "ttft"]  # as the seed note has them
         assert (int(values["prompt"]), int(values["reused"]), int(values["forwarded"])) == \
             (turn.prompt, turn.reused, turn.forwarded)
-        assert int(values["generated"]) == turn.generated and values["finish"] == turn.finish
+        assert int(values["generated"]) == turn.generated and values["finish"] == turn.finish_reason
         assert values["ttft"] == f"{turn.ttft:.6f}" and text == turn.text
     assert entries[0][1]["reused"] == "0" < entries[2][1]["reused"]
     assert entries[-2][1]["finish"] == "cancelled"
@@ -270,5 +270,5 @@ def test_an_argument_goes_before_the_environment_and_no_log_is_the_default(tmp_p
 def test_template_arguments_reach_the_template():
     messages = [{"role": "user", "content": "Hello"}]
     thinking, plain = make_chat(), make_chat(template_arguments={"enable_thinking": False})
-    assert TOKENIZER.decode(plain.prompt_ids(messages)) == TOKENIZER.decode(thinking.prompt_ids(messages)) + \
+    assert TOKENIZER.decode(plain.prompt(messages).ids) == TOKENIZER.decode(thinking.prompt(messages).ids) + \
         "<think>\n\n</think>\n\n"

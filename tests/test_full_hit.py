@@ -142,10 +142,10 @@ def test_an_identical_message_list_through_the_chat_layer(kind, again):
 def test_a_chat_prompt_as_long_as_the_capacity_can_be_sent_twice(kind):
     """C3, through the chat layer: the first id is handed out, for the second there is no room."""
     model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
-    n = len(Chat(make_engine(kind, model), tokenizer).prompt_ids([{"role": "user", "content": "Hello"}]))
+    n = len(Chat(make_engine(kind, model), tokenizer).prompt([{"role": "user", "content": "Hello"}]).ids)
     chat = Chat(make_engine(kind, model, capacity=n), tokenizer)
     list(chat.send("Hello"))
     list(chat.regenerate())
-    assert [(turn.prompt, turn.reused, turn.generated, turn.finish) for turn in chat.turns] == \
+    assert [(turn.prompt, turn.reused, turn.generated, turn.finish_reason) for turn in chat.turns] == \
         [(n, 0, 1, "capacity"), (n, n - 1, 1, "capacity")]
     assert chat.turns[0].ids == chat.turns[1].ids

@@ -447,7 +447,7 @@ def test_bos_is_added_once_and_only_where_it_is_asked_for(tmp_path):
     plain = tokenizer.encode("Hello")
     assert END_OF_TEXT not in plain and tokenizer.encode("Hello", add_special_tokens=True) == [END_OF_TEXT, *plain]
     chat = Chat(load("tiny"), tokenizer)
-    ids = chat.prompt_ids([{"role": "user", "content": "Hello"}])
+    ids = chat.prompt([{"role": "user", "content": "Hello"}]).ids
     assert ids[0] == END_OF_TEXT and ids.count(END_OF_TEXT) == 1
 
 
@@ -508,7 +508,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2):
     chat = Chat(load(smollm2, engine="pipelined", capacity=512), load_tokenizer(smollm2), max_tokens=40)
     answer = "".join(chat.send("What is the capital of France?"))
     assert "Paris" in answer
-    assert chat.turns[-1].finish == "stop" and chat.turns[-1].ids[-1] == 2
+    assert chat.turns[-1].finish_reason == "stop" and chat.turns[-1].ids[-1] == 2
 
 
 @pytest.mark.real

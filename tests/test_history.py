@@ -187,7 +187,7 @@ def test_a_cancelled_answer_keeps_what_was_streamed(kind, pieces):
     shown = "".join(next(answer) for _ in range(pieces))
     answer.close()
     turn = chat.turns[-1]
-    assert (turn.finish, turn.text) == ("cancelled", shown) and len(chat.turns) == 2
+    assert (turn.finish_reason, turn.text) == ("cancelled", shown) and len(chat.turns) == 2
     assert chat.messages[-2:] == [{"role": "user", "content": "And of Japan?"}, {"role": "assistant", "content": shown}]
     assert chat.engine.processed_token_count == turn.prompt + turn.generated - 1
     off = make_chat(cache=False, max_tokens=20)
@@ -237,17 +237,17 @@ def test_an_interrupt_keeps_the_answer_so_far(kind):
     with pytest.raises(KeyboardInterrupt):
         for piece in answer:
             shown += piece
-    assert chat.turns[-1].finish == "cancelled" and 1 < chat.turns[-1].generated < 30
+    assert chat.turns[-1].finish_reason == "cancelled" and 1 < chat.turns[-1].generated < 30
     assert chat.messages[-1] == {"role": "assistant", "content": shown}
 
 
 @both_engines
 def test_a_full_cache_ends_the_answer_and_keeps_it(kind):
-    n = len(make_chat().prompt_ids([{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}]))
+    n = len(make_chat().prompt([{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}]).ids)
     chat, whole = make_chat(kind, capacity=n + 4, max_tokens=20), make_chat(kind, max_tokens=5)
     text = say(chat, "Hello")
     assert text == say(whole, "Hello") == chat.messages[-1]["content"]
-    assert (chat.turns[0].finish, chat.turns[0].generated) == ("capacity", 5)  # four fit, the fifth needs no slot yet
+    assert (chat.turns[0].finish_reason, chat.turns[0].generated) == ("capacity", 5)  # four fit, the fifth needs no slot yet
     assert chat.engine.processed_token_count == n + 4
     history = list(chat.messages)
     with pytest.raises(CapacityError) as caught:
@@ -270,6 +270,6 @@ def test_a_stop_id_ends_the_answer_and_is_not_in_its_text(kind):
     say(chat, "Hello")
     turn = chat.turns[0]
     end = first.turns[0].ids.index(stop) + 1
-    assert (turn.finish, turn.ids) == ("stop", first.turns[0].ids[:end])
+    assert (turn.finish_reason, turn.ids) == ("stop", first.turns[0].ids[:end])
     assert turn.text == load_tokenizer("tiny").decode(turn.ids[:-1])
-    assert chat.engine.tokens == [*chat.prompt_ids(chat.messages[:2]), *turn.ids[:-1]]
+    assert chat.engine.tokens == [*chat.prompt(chat.messages[:2]).ids, *turn.ids[:-1]]

@@ -37,7 +37,7 @@ def chats_receipt(model: Model, seed: int, planned: dict[str, Any], sides: list[
         "digest": result.digest, "seconds": round(result.seconds, 3),
         "rows": [{"chat": row.chat, "turn": row.turn, "kind": row.step.kind,
                   "sides": {name: turn and {"prompt": turn.prompt, "reused": turn.reused, "forwarded": turn.forwarded,
-                                            "generated": turn.generated, "ttft": round(turn.ttft, 6), "finish": turn.finish}
+                                            "generated": turn.generated, "ttft": round(turn.ttft, 6), "finish": turn.finish_reason}
                             for name, turn in row.turns.items()}} for row in result.rows]}
 
 
