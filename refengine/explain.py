@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -152,7 +151,7 @@ def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text:
 
 def _same(a: Sequence, b: Sequence) -> int:
     """Length of the common prefix of two texts or lists."""
-    return len(os.path.commonprefix((a, b)))
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _line(text: str, at: int) -> str:

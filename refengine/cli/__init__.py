@@ -66,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--no-prefix-cache", action="store_true", help="reset and prefill everything each turn")
     chat.add_argument("--greedy", action="store_true", help="the same as --temperature 0")
     chat.add_argument("--no-thinking", action="store_true", help="enable_thinking=False for the chat template")
+    chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text (repeatable)")
+    chat.add_argument("--parser", choices=("plain", "qwen3", "harmony"), help="how to read answers (default: as the template asks)")
+    chat.add_argument("--keep-ids", action="store_true", help="answers keep the ids they were generated with")
+    chat.add_argument("--reanchor", action="store_true", help="while you type, prefill what the next prompt will begin with")
     chat.add_argument("--stats-log", metavar="FILE", help="append a PFXCACHE line a turn, and PFXANSWER when greedy")
     chat.set_defaults(run=_command("chat"))
 
@@ -73,9 +77,24 @@ def _parser() -> argparse.ArgumentParser:
     _model(generate)
     _engine(generate)
     _sampling(generate)
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     generate.add_argument("--chat", action="store_true", help="the text is a user's message, not a beginning")
     generate.add_argument("prompt", metavar="PROMPT")
     generate.set_defaults(run=_command("generate"))
+
+    explain = commands.add_parser("explain", help="what each turn of a conversation reuses, and why not more")
+    explain.add_argument("--model", required=True, metavar="PATH", help="a model, or a folder with a tokenizer")
+    explain.add_argument("--parser", choices=("plain", "qwen3", "harmony"), help="default: as the template asks")
+    explain.add_argument("transcript", metavar="TRANSCRIPT.json", help="a list of messages, or an object with messages, tools, "
+                         "documents, template_arguments")
+    explain.set_defaults(run=_command("explain"))
+
+    lint = commands.add_parser("lint-template", help="on which conversations is a chat template append-only?")
+    lint.add_argument("model", metavar="MODEL", help="a model, or a folder with a tokenizer")
+    lint.add_argument("--parser", choices=("plain", "qwen3", "harmony"), help="default: as the template asks")
+    lint.add_argument("--conversations", type=int, default=20, help="of each kind (default %(default)s)")
+    lint.add_argument("--seed", type=int, default=0)
+    lint.set_defaults(run=_command("lint_template"))
 
     doctor = commands.add_parser("doctor", help="can this process compute exactly?")
     doctor.set_defaults(run=_command("doctor"))

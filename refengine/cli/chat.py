@@ -12,8 +12,10 @@ from refengine.errors import RefengineError
 from refengine.model import load_tokenizer
 from refengine.sampling import GREEDY
 
-_HELP = """/regen  answer the last message again      /undo   take back the last message and its answer
-/stats  what each turn cost                /reset  start over      /quit   leave (or Ctrl-D)
+_HELP = """/regen        answer the last message again   /undo         take back the last message and its answer
+/edit TEXT    say this instead                /system TEXT  another system prompt (none: without one)
+/why          why the last turn reused what it reused
+/stats        what each turn cost             /reset        start over          /quit  leave (or Ctrl-D)
 Ctrl-C stops an answer and keeps what was said."""
 
 
@@ -22,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.model)
     chat = Chat(setup.engine(arguments, arguments.model), tokenizer, not arguments.no_prefix_cache, system=arguments.system,
                 sampling=GREEDY if arguments.greedy else setup.sampling(arguments), max_tokens=arguments.max_tokens,
+                stop=arguments.stop, parser=arguments.parser, keep_ids=arguments.keep_ids, reanchor=arguments.reanchor,
                 stats_log=arguments.stats_log,
                 template_arguments={"enable_thinking": False} if arguments.no_thinking else None)
     console.print(f"[dim]{arguments.model}, {arguments.arithmetic} arithmetic, {arguments.engine} engine, prefix cache "
@@ -47,20 +50,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _line(console: Console, chat: Chat, line: str) -> None:
     """Do what a line asks for."""
-    command = line.strip()
+    command, _, text = line.strip().partition(" ")
     if not command:
         return
     if command == "/regen":
         _answer(console, chat, chat.regenerate())
     elif command == "/undo":
         chat.undo()
+    elif command == "/edit":
+        if not text.strip():
+            raise ValueError("/edit needs the new text: /edit TEXT")
+        chat.undo()
+        _answer(console, chat, chat.send(text.strip()))
+    elif command == "/system":
+        chat.messages = [message for message in chat.messages if message["role"] != "system"]
+        if text.strip():
+            chat.messages.insert(0, {"role": "system", "content": text.strip()})
     elif command == "/reset":
         chat.reset()
+    elif command == "/why":
+        console.print(str(chat.turns[-1].explain()) if chat.turns else "there is no turn yet", style="dim", markup=False,
+                      soft_wrap=True)
     elif command == "/stats":
         for turn in chat.turns:
             console.print(turn.record(), style="dim", soft_wrap=True)
-    elif command.startswith("/") and command.split()[0].isascii():
-        console.print(_HELP, style="dim")
+    elif command.startswith("/") and command.isascii():
+        console.print(_HELP, style="dim", markup=False)
     else:
         _answer(console, chat, chat.send(line))
 

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from refengine.engine import SequentialEngine
 from refengine.loading import load
-from refengine.model import Model
+from refengine.model import Model, load_tokenizer
 from refengine.sampling import Sampling
+from refengine.tokenizer import Tokenizer, load_folder_tokenizer
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
@@ -17,3 +19,11 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 def engine(arguments: argparse.Namespace, model: Model | str, name: str | None = None) -> SequentialEngine:
     return load(model, engine=name or arguments.engine, arithmetic=arguments.arithmetic, capacity=arguments.capacity,
                 page_size=arguments.page_size)
+
+
+def tokenizer(source: str) -> Tokenizer:
+    """Of a model, or of a folder that has a tokenizer and no model."""
+    folder = Path(source)
+    if (folder / "tokenizer.json").is_file() and not (folder / "config.json").is_file():
+        return load_folder_tokenizer(folder, ())
+    return load_tokenizer(source)
