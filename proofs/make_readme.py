@@ -17,9 +17,6 @@ as you like. This page is written by `python proofs/make_readme.py`.
 |---|---|---|---|
 """
 MIDDLE = """
-Recurrent and hybrid models, whose state cannot be rewound (`trim_kv_cache` answers -1, the caller resets), have their place
-here when such a model is there; that a caller must not ignore the -1 is among the planted faults.
-
 Histories from a seed, over processes, with a receipt: `refengine prove --histories 100000 --workers 2`. Receipts of long
 runs are in [receipts/](receipts/); `refengine verify RECEIPT` repeats one and compares. A history that fails is cut short
 and saved as a trace; `refengine replay TRACE.json` plays it again. The trace is plain JSON, documented in
@@ -35,6 +32,12 @@ where `make_engine()` returns a fresh subclass of `refengine.Engine`. It is comp
 its own gives. [tests/engines_of_others.py](../tests/engines_of_others.py) has a right one, and one whose rewind to zero
 keeps everything: the suite fails it and writes the two operations that show it.
 
+## One hash
+
+SHA-256 of the logits and K/V of the built-in model, chunks of 1, 7 and 256, in a process for each line. `exact` has one;
+`native`, plain float32, is what it would be otherwise.
+
+{platforms}
 ## The proofs can fail
 
 Each of these faults, which engines of others had, is planted in turn and found.
@@ -54,6 +57,25 @@ def theorems() -> str:
     return "\n".join(rows) + "\n"
 
 
+def platforms() -> str:
+    """A table row for each OpenBLAS core and number of threads that this machine has, and for NumPy without SIMD."""
+    from digest import CORES, missing, simd
+    from prove_the_same_bits_everywhere import CHUNKS, run, without_simd
+
+    runs = {f"OpenBLAS {core}, {threads} thread{'s' * (threads > 1)}": {name: run(name, core, threads)[1] for name in ("exact", "native")}
+            for core in CORES if not missing(core) for threads in (1, 2)}
+    if simd():
+        runs["NumPy without SIMD"] = {name: without_simd(name)[1] for name in ("exact", "native")}
+    lines = [f"| | {' | '.join(f'{name}, {chunk}' for name in ('exact', 'native') for chunk in CHUNKS)} |", "|---" * (1 + 2 * len(CHUNKS)) + "|"]
+    for what, hashes in runs.items():
+        lines.append(f"| {what} | {' | '.join(f'`{digest[:8]}`' for name in ('exact', 'native') for digest in hashes[name].values())} |")
+    many = {name: len({digest for hashes in runs.values() for digest in hashes[name].values()}) for name in ("exact", "native")}
+    count = len(runs) * len(CHUNKS)
+    lines.append(f"\n{count} runs each: {many['exact']} hash of `exact`, {many['native']} of `native`. Marked `platforms`, and not in "
+                 "this table: NumPy 1.26 and the newest, aarch64.\n")
+    return "\n".join(lines)
+
+
 def main() -> None:
     sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
     from models import T_CONFIG, write_ties
@@ -67,7 +89,7 @@ def main() -> None:
         write_checkpoint(Path(folder) / "T", T_CONFIG, seed=1)
         write_ties(Path(folder) / "ties")
         mutants = table(load_model(Path(folder) / "T"), load_model(Path(folder) / "ties"), (tiny(), load_tokenizer("tiny")))
-    (HERE / "README.md").write_text(HEAD + theorems() + MIDDLE + mutants + "\n", encoding="utf-8")
+    (HERE / "README.md").write_text(HEAD + theorems() + MIDDLE.replace("{platforms}", platforms()) + mutants + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

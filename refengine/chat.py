@@ -44,7 +44,9 @@ class Turn:
         return len(self.ids)
 
     def explain(self) -> Explanation:
-        """Why it reused what it reused."""
+        """Why it reused what it reused. Raises ValueError when the turn was kept without its prompt, as campaigns do."""
+        if self._explain is None:
+            raise ValueError("this turn was kept without its prompt")
         return self._explain()
 
     def record(self) -> str:

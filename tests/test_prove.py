@@ -142,3 +142,18 @@ def test_the_environments_switch_does_not_turn_the_on_side_off(tmp_path, monkeyp
     main(["prove", "--chats", "1", "--turns", "3", "--engine", "pipelined", "--receipt", str(receipt)])
     rows = json.loads(receipt.read_text())["rows"]
     assert any(row["sides"]["pipelined ON"]["reused"] for row in rows if row["sides"]["pipelined ON"])
+
+
+def test_any_number_of_workers_gives_one_receipt_and_a_run_out_of_time_one_that_can_be_verified(tmp_path, monkeypatch, capsys):
+    """A receipt of chats that were stopped by --minutes could not be repeated: it planned more than was done."""
+    monkeypatch.chdir(tmp_path)
+    chats = ["prove", "--chats", "5", "--turns", "2", "--max-tokens", "3", "--engine", "pipelined"]
+    for workers in ("1", "2"):
+        assert main([*chats, "--workers", workers, "--receipt", f"{workers}.json"]) == 0
+    one, two = (json.loads((tmp_path / f"{workers}.json").read_text()) for workers in ("1", "2"))
+    assert [one[key] == two[key] for key in ("digest", "compared", "planned")] == [True] * 3
+    assert one["planned"]["chats"] == 5 and one["compared"]["turns"] == 10
+    assert main([*chats, "--minutes", "1e-6", "--receipt", "short.json"]) == 0
+    assert json.loads((tmp_path / "short.json").read_text())["planned"]["chats"] == 1
+    assert main(["verify", "short.json", "--workers", "2"]) == 0
+    assert capsys.readouterr().out.count("the same") == 3

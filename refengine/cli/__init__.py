@@ -40,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument("--max-tokens", type=int, default=24, help="longest answer (default %(default)s)")
     prove.add_argument("--histories", type=int, metavar="N", help="a campaign instead of chats: N random histories of "
                        "prefill, generate, turn, rewind, cancel and raised errors, both engines, any page and chunk size")
-    prove.add_argument("--workers", type=int, default=2, help="processes of a campaign (default %(default)s)")
-    prove.add_argument("--minutes", type=float, help="stop when this has passed")
+    prove.add_argument("--workers", type=int, help="processes (default 1, for --histories 2); each loads the model")
+    prove.add_argument("--minutes", type=float, help="stop when this has passed, after the chat at hand")
     prove.add_argument("--seed", type=int, default=0)
     prove.add_argument("--receipt", default="refengine-receipt.json", metavar="FILE", help="where to write the JSON receipt "
                        "(default %(default)s)")
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="repeat the run of a receipt and compare")
     verify.add_argument("receipt", metavar="RECEIPT")
-    verify.add_argument("--workers", type=int, default=2)
+    verify.add_argument("--workers", type=int, default=1, help="processes (default 1); any number gives the same")
     verify.set_defaults(run=_command("verify"))
 
     replay = commands.add_parser("replay", help="play one history from a trace file, checking every byte")

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from rich import box
@@ -12,9 +11,8 @@ from rich.table import Table
 
 from refengine.conformance import campaign, receipt
 from refengine.conformance.history import save_trace
-from refengine.conformance.prove import LADDER, Result, Row, Side, pairs, prove
-from refengine.loading import load
-from refengine.model import Model, load_model, load_tokenizer
+from refengine.conformance.prove import LADDER, Result, Row, pairs
+from refengine.model import Model, load_model
 
 _SHORT = {"sequential": "seq.", "pipelined": "pipe."}
 _WHAT = {"text": "text", "ids": "token ids", "logits": "logits", "kv": "K/V"}
@@ -23,6 +21,8 @@ _WHAT = {"text": "text", "ids": "token ids", "logits": "logits", "kv": "K/V"}
 def run(arguments: argparse.Namespace) -> int:
     console = Console()
     console.width = max(console.width, 104)  # the table's columns; a narrower terminal wraps, and nothing is cut
+    if arguments.workers is None:
+        arguments.workers = 1 if arguments.histories is None else 2
     if arguments.histories is not None:
         return _campaign(console, arguments)
     small = arguments.model == "tiny"
@@ -30,32 +30,33 @@ def run(arguments: argparse.Namespace) -> int:
                "turns": arguments.turns if arguments.turns is not None else 6 if small else 4,
                "max_tokens": arguments.max_tokens, "long_words": 60 if small else 24, "capacity": arguments.capacity,
                "page_size": arguments.page_size}
-    if min(planned["chats"], planned["turns"], planned["max_tokens"]) < 1:
-        raise ValueError("chats, turns and max-tokens must be at least 1")
+    if min(planned["chats"], planned["turns"], planned["max_tokens"], arguments.workers) < 1:
+        raise ValueError("chats, turns, max-tokens and workers must be at least 1")
     console.print(f"loading {arguments.model}, {arguments.arithmetic} arithmetic", highlight=False)
     model = load_model(arguments.model, arguments.arithmetic)
-    until = time.perf_counter() + 60 * arguments.minutes if arguments.minutes else float("inf")
-    result, sides = play(console, model, planned, arguments.seed, until)
+    result = play(console, model, arguments.model, planned, arguments.seed, arguments.workers, arguments.minutes)
+    sides = _sides(planned)
     console.print(_table(result.rows, sides))
     _verdict(console, arguments.seed, result, sides)
-    receipt.write(Path(arguments.receipt),
-                  receipt.chats_receipt(model, arguments.seed, planned, [side.name for side in sides], result))
+    # When time ran out, the receipt plans what was done, so that it can be repeated.
+    planned |= {"chats": result.chats if not result.differences else planned["chats"]}
+    receipt.write(Path(arguments.receipt), receipt.chats_receipt(model, arguments.seed, planned, sides, result))
     console.print(f"receipt: {arguments.receipt}", highlight=False)
     return 1 if result.differences else 0
 
 
-def play(console: Console, model: Model, planned: dict, seed: int, until: float = float("inf")) -> tuple[Result, list[Side]]:
+def play(console: Console, model: Model, source: str, planned: dict, seed: int, workers: int,
+         minutes: float | None = None) -> Result:
     """The chats of a plan, under a progress bar."""
-    tokenizer = load_tokenizer(model)
-    engines = ("sequential", "pipelined") if planned["engine"] == "both" else (planned["engine"],)
-    sides = [Side(f"{name} {'ON' if on else 'OFF'}",
-                  load(model, engine=name, capacity=planned["capacity"], page_size=planned["page_size"]), tokenizer, on)
-             for name in engines for on in (False, True)]
     with _progress(console) as progress:
         task = progress.add_task("turns", total=planned["chats"] * planned["turns"])
-        result = prove(sides, seed=seed, chats=planned["chats"], turns=planned["turns"], max_tokens=planned["max_tokens"],
-                       long_words=planned["long_words"], on_turn=lambda row: progress.advance(task), until=until)
-    return result, sides
+        return campaign.run_chats(model, source, seed=seed, planned=planned, workers=workers, minutes=minutes,
+                                  on_turn=lambda row: progress.advance(task))
+
+
+def _sides(planned: dict) -> list[str]:
+    engines = ("sequential", "pipelined") if planned["engine"] == "both" else (planned["engine"],)
+    return [f"{engine} {cache}" for engine in engines for cache in ("OFF", "ON")]
 
 
 def play_campaign(console: Console, source: str, arithmetic: str, seed: int, histories: int, workers: int,
@@ -99,7 +100,7 @@ def _campaign(console: Console, arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _table(rows: list[Row], sides: list[Side]) -> Table:
+def _table(rows: list[Row], sides: list[str]) -> Table:
     """Prompt, reused and forwarded of the ON sides, and the times to the first token."""
     table = Table(title="tokens, and ms to the first token", caption="~ sampled  ! cancelled", box=box.SIMPLE_HEAD,
                   padding=(0, 1, 0, 0))
@@ -112,7 +113,7 @@ def _table(rows: list[Row], sides: list[Side]) -> Table:
             table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         what = row.step.kind + "~" * bool(row.step.sampling.temperature) + "!" * (row.step.cancel is not None)
-        timed = [(row.turns[on.name], row.turns[off.name]) for _, on, off in pairs(sides)]
+        timed = [(row.turns[on], row.turns[off]) for _, on, off in pairs(sides)]
         cells = ["-"] * (3 + 3 * len(timed))
         if all(on and off for on, off in timed):
             first = timed[0][0]
@@ -123,16 +124,16 @@ def _table(rows: list[Row], sides: list[Side]) -> Table:
     return table
 
 
-def _verdict(console: Console, seed: int, result: Result, sides: list[Side]) -> None:
+def _verdict(console: Console, seed: int, result: Result, sides: list[str]) -> None:
     for kind in LADDER:
         mark = "[green]equal[/]" if result.equal(kind) else "[red]NOT EQUAL[/]"
         console.print(f"{_WHAT[kind]:10} {mark}", highlight=False)
     for difference in result.differences:
         console.print(str(difference), style="red", highlight=False, markup=False)
-    on = [row.turns[side.name] for row in result.rows for side in sides if side.prefix_cache if row.turns[side.name]]
+    on = [row.turns[side] for row in result.rows for side in sides if side.endswith(" ON") and row.turns[side]]
     prompt, reused = sum(turn.prompt for turn in on), sum(turn.reused for turn in on)
     console.print(f"{result.chats} chats, {len(result.rows)} turns, {result.tokens} generated tokens; "
-                  f"{', '.join(side.name for side in sides)}: {result.logits_bytes + result.kv_bytes:,} bytes compared "
+                  f"{', '.join(sides)}: {result.logits_bytes + result.kv_bytes:,} bytes compared "
                   f"(logits {result.logits_bytes:,}, K/V {result.kv_bytes:,}); with the cache ON "
                   f"{reused:,} of {prompt:,} prompt tokens reused; seed {seed}, {result.seconds:.1f} s", highlight=False)
     verdict = "[bold green]LOSSLESS[/]: every byte is equal" if not result.differences else "[bold red]NOT LOSSLESS[/]"

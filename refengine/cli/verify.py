@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     if model.checkpoint.fingerprint() != old["model"]["fingerprint"]:
         raise ReceiptError(f"{arguments.receipt}: model.fingerprint is not that of {old['model']['source']} here: other weights")
     if old["kind"] == "chats":
-        result, _ = play(console, model, planned, old["seed"])
+        result = play(console, model, old["model"]["source"], planned, old["seed"], arguments.workers)
         new = receipt.chats_receipt(model, old["seed"], planned, old["sides"], result)
     else:
         done = play_campaign(console, old["model"]["source"], old["arithmetic"], old["seed"], planned["histories"], arguments.workers)

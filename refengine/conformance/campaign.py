@@ -1,6 +1,7 @@
-"""A campaign: the state machine's histories from a seed, over processes, for as many as one likes. Floor 7.
+"""A campaign: histories of the state machine, or chats, from a seed, over processes, for as many as one likes. Floor 7.
 
-A history depends on the seed and its number only, so any number of workers gives the same digest.
+A history or chat depends on the seed and its number only, and they are played in batches of a fixed size, each on engines of
+its own: so any number of workers gives the same digest, and a campaign that ran out of time is one with fewer of them.
 """
 from __future__ import annotations
 
@@ -9,19 +10,22 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from refengine.conformance.caller import RULES, Caller, SeededChoices
 from refengine.conformance.history import Op, Player, model_truth
+from refengine.conformance.prove import Result, Row, Side, prove
 from refengine.engine import SequentialEngine
-from refengine.model import Model, load_model
+from refengine.loading import load
+from refengine.model import Model, load_model, load_tokenizer
 from refengine.pipelined import PipelinedEngine
 
-LONGEST = 48
-BATCH = 100
+LONGEST = 48   # positions of a history
+BATCH = 100    # histories in a batch
+CHATS = 4      # chats in a batch
 
 
 @dataclass
@@ -99,7 +103,26 @@ def play_histories(model: Model, seed: int, numbers: Sequence[int]) -> Batch:
     return batch
 
 
-_model: Model | None = None
+def sides_of(model: Model, planned: dict[str, Any]) -> list[Side]:
+    """Each engine with the cache off and on, as a plan says; the first is the truth."""
+    tokenizer = load_tokenizer(model)
+    engines = ("sequential", "pipelined") if planned["engine"] == "both" else (planned["engine"],)
+    return [Side(f"{name} {'ON' if on else 'OFF'}",
+                 load(model, engine=name, capacity=planned["capacity"], page_size=planned["page_size"]), tokenizer, on)
+            for name in engines for on in (False, True)]
+
+
+def play_chats(model: Model, seed: int, planned: dict[str, Any], first: int, count: int, until: float,
+               on_turn: Callable[[Row], None] = lambda row: None) -> Result:
+    """A batch of the chats of a plan, on new engines."""
+    result = prove(sides_of(model, planned), seed=seed, first=first, chats=count, turns=planned["turns"],
+                   max_tokens=planned["max_tokens"], long_words=planned["long_words"], until=until, on_turn=on_turn)
+    for row in result.rows:  # of thousands of turns, only what they cost is kept
+        row.turns = {name: turn and replace(turn, _explain=None) for name, turn in row.turns.items()}
+    return result
+
+
+_model: Model | None = None  # of a worker
 
 
 def _start(source: str, arithmetic: str) -> None:
@@ -107,34 +130,70 @@ def _start(source: str, arithmetic: str) -> None:
     _model = load_model(source, arithmetic)
 
 
-def _play(seed: int, first: int, last: int) -> Batch:
-    return play_histories(_model, seed, range(first, last))
+def _in_worker(play: Callable[..., Any], *arguments: Any) -> Any:
+    return play(_model, *arguments)
 
 
-def run(source: str, arithmetic: str, *, seed: int, histories: int, workers: int, on_batch: Callable[[Batch], None],
-        minutes: float | None = None) -> Campaign:
-    """Play histories 0..histories-1 in worker processes of one BLAS thread each. Stops at a failure, or when time is up."""
-    began, campaign = time.perf_counter(), Campaign()
-    starts = range(0, histories, BATCH)
+def _over_workers(source: str, arithmetic: str, workers: int, play: Callable[..., Any], tasks: Sequence[tuple]) -> Iterator[Any]:
+    """play(model, *task) of each task, in order, from worker processes of one BLAS thread each."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read by the workers when they start
     try:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (source, arithmetic)) as pool:
-            pending = [pool.submit(_play, seed, first, min(first + BATCH, histories)) for first in starts]
-            for future in pending:
-                campaign.add(batch := future.result())
-                on_batch(batch)
-                if batch.failure or (minutes and time.perf_counter() - began > 60 * minutes):
-                    pool.shutdown(cancel_futures=True)
-                    break
+            pending = [pool.submit(_in_worker, play, *task) for task in tasks]
+            try:
+                for future in pending:
+                    yield future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
     finally:
         if threads is None:
             del os.environ["OPENBLAS_NUM_THREADS"]
         else:
             os.environ["OPENBLAS_NUM_THREADS"] = threads
+
+
+def run(source: str, arithmetic: str, *, seed: int, histories: int, workers: int, on_batch: Callable[[Batch], None],
+        minutes: float | None = None) -> Campaign:
+    """Play histories 0..histories-1 in worker processes. Stops at a failure, or when time is up."""
+    began, campaign = time.perf_counter(), Campaign()
+    tasks = [(seed, range(first, min(first + BATCH, histories))) for first in range(0, histories, BATCH)]
+    batches = _over_workers(source, arithmetic, workers, play_histories, tasks)
+    for batch in batches:
+        campaign.add(batch)
+        on_batch(batch)
+        if batch.failure or (minutes and time.perf_counter() - began > 60 * minutes):
+            break
+    batches.close()
     campaign.digest = hashlib.sha256("".join(campaign.batches).encode()).hexdigest()
     campaign.seconds = time.perf_counter() - began
     return campaign
+
+
+def run_chats(model: Model, source: str, *, seed: int, planned: dict[str, Any], workers: int, on_turn: Callable[[Row], None],
+              minutes: float | None = None) -> Result:
+    """Play the chats of a plan, in this process or over several. Stops at a difference, or after a chat when time is up."""
+    began, until = time.perf_counter(), time.time() + 60 * minutes if minutes else float("inf")
+    tasks = [(seed, planned, first, min(CHATS, planned["chats"] - first), until) for first in range(0, planned["chats"], CHATS)]
+    if workers == 1:
+        results = (play_chats(model, *task, on_turn) for task in tasks)
+    else:
+        results = _over_workers(source, model.op.NAME, workers, play_chats, tasks)
+    whole, digests = Result(), []
+    for task, part in zip(tasks, results):
+        whole.rows += part.rows
+        whole.differences += part.differences
+        for count in ("chats", "tokens", "logits_bytes", "kv_bytes"):
+            setattr(whole, count, getattr(whole, count) + getattr(part, count))
+        digests.append(part.digest)
+        if workers > 1:
+            for row in part.rows:
+                on_turn(row)
+        if part.differences or part.chats < task[3] or time.time() > until:
+            break
+    results.close()
+    whole.digest, whole.seconds = hashlib.sha256("".join(digests).encode()).hexdigest(), time.perf_counter() - began
+    return whole
 
 
 def failure_of(model: Model, settings: dict[str, Any], history: Sequence[Op]) -> str | None:

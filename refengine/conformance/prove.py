@@ -166,10 +166,11 @@ class _Recorder(Engine):
 
 
 def prove(sides: Sequence[Side], *, seed: int, chats: int, turns: int, long_words: int = 60, max_tokens: int = 24,
-          on_turn: Callable[[Row], None] = lambda row: None, until: float = float("inf")) -> Result:
-    """Play random chats on all sides and compare. Stops after the first turn that differs, or at ``until`` (perf_counter)."""
+          on_turn: Callable[[Row], None] = lambda row: None, first: int = 0, until: float = float("inf")) -> Result:
+    """Play random chats, number ``first`` and on, on all sides and compare. Stops after the first turn that differs, or after
+    the chat in which ``until`` (time.time) passes."""
     began, result, digest = time.perf_counter(), Result(), hashlib.sha256()
-    for chat in range(chats):
+    for chat in range(first, first + chats):
         for side in sides:
             side.new_chat()
         steps = random_steps(random.Random(f"refengine {seed} {chat}"), turns, long_words=long_words, max_tokens=max_tokens)
@@ -179,10 +180,10 @@ def prove(sides: Sequence[Side], *, seed: int, chats: int, turns: int, long_word
             result.rows.append(row)
             result.differences += _compare(chat, turn, sides, played, result, digest)
             on_turn(row)
-            if result.differences or time.perf_counter() > until:
+            if result.differences:
                 break
         result.chats += 1
-        if result.differences or time.perf_counter() > until:
+        if result.differences or time.time() > until:
             break
     result.digest, result.seconds = digest.hexdigest(), time.perf_counter() - began
     return result
@@ -248,11 +249,9 @@ def _state_fault(side: Side, turn: Turn | None) -> tuple[str, Any, Any] | None:
     return None
 
 
-def pairs(sides: Sequence[Side]) -> Iterator[tuple[str, Side, Side]]:
-    """(engine name, its ON side, its OFF side), from names like "sequential ON"."""
+def pairs(sides: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """(engine, its ON side, its OFF side), from names like "sequential ON"."""
     for side in sides:
-        if side.prefix_cache:
-            engine = side.name.rsplit(" ", 1)[0]
-            off = next((other for other in sides if other.name == f"{engine} OFF"), None)
-            if off:
-                yield engine, side, off
+        engine, _, cache = side.rpartition(" ")
+        if cache == "ON" and f"{engine} OFF" in sides:
+            yield engine, side, f"{engine} OFF"
