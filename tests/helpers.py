@@ -41,6 +41,11 @@ def make_chat(kind: str = "pipelined", cache: bool = True, *, model: Model | Non
     return Chat(engine, load_tokenizer("tiny"), cache, **{"system": SYSTEM, "max_tokens": 6} | options)
 
 
+def naive_prefix(a: Sequence, b: Sequence) -> int:
+    """Length of the longest common prefix, element by element."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
 def say(chat: Chat, text: str) -> str:
     """One answer, whole."""
     return "".join(chat.send(text))

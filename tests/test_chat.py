@@ -2,7 +2,7 @@
 import json
 
 import pytest
-from helpers import SYSTEM, both_engines, make_chat, same_bits, same_kv, same_turn, say
+from helpers import SYSTEM, both_engines, make_chat, naive_prefix, same_bits, same_kv, same_turn, say
 from hypothesis import given, settings, strategies as st
 
 from refengine.errors import StaleGenerationError, TokenizerError
@@ -11,10 +11,6 @@ from refengine.sampling import Sampling
 
 TOKENIZER = load_tokenizer("tiny")
 SCRIPT = ["What is the capital of France?", "And of Japan?", "Thank you", "Tell me a story.", "How many tokens were reused?"]
-
-
-def naive_prefix(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 @both_engines
