@@ -5,6 +5,7 @@ The rendering happens in a process of its own (template_process.py), because a t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import json
 import os
@@ -142,8 +143,9 @@ class _Process:
         if self._child is not None and self._owner == os.getpid():
             self._child.kill()
             self._child.wait()
-            self._child.stdin.close()
-            self._child.stdout.close()
+            for pipe in (self._child.stdin, self._child.stdout):
+                with contextlib.suppress(OSError):  # a request that nobody will read
+                    pipe.close()
         self._child = None
 
 

@@ -1,0 +1,77 @@
+"""Renders are transformers' to the byte: Qwen3's real template from goldens and side by side, small templates side by side."""
+import json
+import os
+from pathlib import Path
+
+import pytest
+from make_renders import GOLDENS, TOOLS, conversations, digest
+
+from refengine.errors import TokenizerError
+from refengine.template import ChatTemplate
+from refengine.tokenizer import load_folder_tokenizer
+
+SMALL = ["{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}",
+         "{%- for m in messages -%} {{ m['content'] or '' }} {%- if not loop.last %}|{% endif -%} {%- endfor %}",
+         "{% if tools %}{{ tools | tojson(indent=1) }}{% endif %}{{ tools is none }}{{ documents is none }}",
+         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages | length }}",
+         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}",
+         "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+         "{% endfor %}{{ ns.last }}{{ messages[ns.last].content[::-1] }}",
+         "{% for m in messages %}{{ m | tojson }}{{ m.items() | list | length }}{% endfor %}",
+         "{% for m in messages if m.role != 'tool' %}{% if loop.index > 2 %}{% break %}{% endif %}  {{ m.content }}\n  {% endfor %}",
+         "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+         "{% macro show(m) %}<{{ m.thinking }}|{{ m.reasoning_content }}>{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}"]
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    folder = os.environ.get("REFENGINE_QWEN3_TOKENIZER", "")
+    if not (Path(folder) / "tokenizer.json").is_file():
+        pytest.fail("set REFENGINE_QWEN3_TOKENIZER to a folder with Qwen3's tokenizer.json and tokenizer_config.json")
+    return load_folder_tokenizer(Path(folder), (151645,))
+
+
+@pytest.mark.real
+def test_qwen3s_template_renders_what_transformers_rendered(qwen3):
+    """G13: whitespace control ate newlines, and the model behaved differently."""
+    goldens = json.loads(GOLDENS.read_text())["renders"]
+    made = conversations()
+    assert len(goldens) == len(made) == 96 and len({golden["sha256"] for golden in goldens}) > 60
+    for golden, one in zip(goldens, made):
+        assert digest(qwen3.render(one["messages"], **one["arguments"])) == golden, one
+
+
+@pytest.mark.real
+@pytest.mark.peers
+def test_qwen3s_text_and_ids_are_those_of_the_transformers_that_is_here(qwen3):
+    import transformers
+
+    peer = transformers.AutoTokenizer.from_pretrained(os.environ["REFENGINE_QWEN3_TOKENIZER"])
+    for one in conversations():
+        text = peer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True, **one["arguments"])
+        got = qwen3.encode_chat(one["messages"], **one["arguments"])
+        assert got.text == text and got.ids == peer(text, add_special_tokens=False).input_ids, one
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("source", SMALL)
+def test_small_templates_render_what_transformers_renders(source):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    ours = ChatTemplate(source, {"bos_token": "<s>"})
+    for one in conversations()[::7]:
+        arguments = {"documents": None, "tools": None} | one["arguments"] | {"bos_token": "<s>"}
+        try:
+            want = render_jinja_template([one["messages"]], chat_template=source, add_generation_prompt=True, **arguments)
+            want = want[0][0] if isinstance(want, tuple) else want[0]
+        except Exception:  # its own and jinja2's
+            with pytest.raises(TokenizerError):
+                ours.render(one["messages"], **one["arguments"])
+            continue
+        assert ours.render(one["messages"], **one["arguments"]) == want, one
+
+
+def test_the_conversations_hold_what_they_should():
+    made = conversations()
+    assert any(one["arguments"].get("tools") == TOOLS for one in made)
+    assert {len([m for m in one["messages"] if m["role"] == "user"]) for one in made} == {1, 2, 3, 5}
