@@ -109,17 +109,22 @@ def explain(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], prompt: P
 
 
 def _message_at(tokenizer: Tokenizer, prompt: Prompt, at: int) -> int | None:
-    """The message that character ``at`` of the prompt's text belongs to: the one after the longest part of the history
-    whose own rendering lies before it. None in the generation prompt."""
-    whole = 0
-    for count in range(1, len(prompt.messages) + 1):
+    """The message that character ``at`` of the prompt's text belongs to; None in what follows the last one.
+
+    Where a message ends is found by making it longer: up to there the rendering stays as it is, whatever the template does.
+    """
+    for i, message in enumerate(prompt.messages):
+        if calls := message.get("tool_calls"):
+            longer = {**message, "tool_calls": [*calls, calls[-1]]}
+        else:
+            longer = {**message, "content": f"{message.get('content') or ''}\ue000"}
         try:
-            part = tokenizer.render(prompt.messages[:count], **{**prompt.arguments, "add_generation_prompt": False})
-        except TokenizerError:  # a template may refuse half a conversation
+            text = tokenizer.render([*prompt.messages[:i], longer, *prompt.messages[i + 1:]], **prompt.arguments)
+        except TokenizerError:
             continue
-        if len(part) <= at and prompt.text.startswith(part):
-            whole = count
-    return whole if whole < len(prompt.messages) else None
+        if text != prompt.text and _same(text, prompt.text) >= at:
+            return i
+    return None
 
 
 def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text: str, at: int, common: int, prompt: Prompt,
@@ -144,7 +149,8 @@ def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text:
         message = prompt.messages[place]
         raw = held_text[len(before.text):] if place == len(before.messages) else str(message.get("content", ""))
         reasoning = parser.parse(raw).reasoning or str(message.get("reasoning_content") or "")
-        if reasoning.strip() and reasoning.strip() not in prompt.text[parted:]:
+        thought = held_text.find(reasoning.strip(), parted)
+        if reasoning.strip() and 0 <= thought <= parted + 2 * len("<|channel|>analysis<|message|>"):  # they part where it begins
             return "stripped reasoning", ""
     return "template re-rendering", ""
 

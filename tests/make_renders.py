@@ -1,4 +1,4 @@
-"""Writes goldens/renders.json: what transformers renders of conversations with Qwen3's template, as hashes. Floor 9.
+"""Writes renders.json: what transformers renders of conversations with Qwen3's template, as hashes. Floor 9.
 
     REFENGINE_QWEN3_TOKENIZER=FOLDER python tests/make_renders.py
 
@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-GOLDENS = Path(__file__).parent / "goldens" / "renders.json"
+GOLDENS = Path(__file__).parent / "renders.json"
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "a<b & c>d 'e' \"f\" — / 你好",
                                            "parameters": {"type": "object", "properties": {"b": {"type": "string"}, "a": {}}}}}]
 

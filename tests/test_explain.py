@@ -1,0 +1,220 @@
+"""Why a turn reused what it reused: the place, both sides, the message and the cause, each provoked on purpose."""
+import datetime
+import os
+from pathlib import Path
+
+import pytest
+from helpers import both_engines, make_chat, naive_prefix, say
+from hypothesis import given, settings, strategies as st
+
+from refengine import template as template_module
+from refengine.explain import CAUSES
+from refengine.lint_template import lint, walk
+from refengine.model import load_tokenizer
+from refengine.parsers import PARSERS, parser_named
+from refengine.template import ChatTemplate
+from refengine.tokenizer import Tokenizer, load_folder_tokenizer
+
+TINY = load_tokenizer("tiny")
+USER, MORE = {"role": "user", "content": "Hi"}, {"role": "user", "content": "More"}
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def answer(content, **rest):
+    return {"role": "assistant", "content": content, **rest}
+
+
+def toy(source=PLAIN):
+    return Tokenizer(TINY.backend, ChatTemplate(source), ())
+
+
+def causes(tokenizer, messages, parser="plain", **arguments):
+    return [found.cause for found in walk(tokenizer, PARSERS[parser], messages, arguments)]
+
+
+# From real turns
+
+@both_engines
+def test_the_causes_that_a_caller_gives(kind):
+    chat = make_chat(kind, max_tokens=4)
+
+    def why(text=None):
+        list(chat.regenerate()) if text is None else say(chat, text)
+        found = chat.turns[-1].explain()
+        assert (found.prompt, found.reused) == (chat.turns[-1].prompt, chat.turns[-1].reused) and str(found)
+        return found
+
+    assert why("Hello").cause == "cold"
+    assert why().cause == "same prompt"
+    chat.undo()
+    assert why("Hallo").cause == "new conversation"         # but for the system prompt, nothing is left of the last
+    say(chat, "And now?")
+    chat.undo()
+    found = why("And then?")
+    assert (found.cause, found.message, found.role) == ("edited message", 3, "user") and found.avoidable > 0
+    chat.messages[0]["content"] = "You are a cat."
+    found = why("Hm")
+    assert (found.cause, found.message) == ("system prompt", 0)
+    chat.messages[0]["content"] = "It is 10:01."
+    why("Hm")
+    chat.messages[0]["content"] = "It is 10:02."
+    found = why("Hm")
+    assert (found.cause, found.detail, found.message) == ("clock", "in the system prompt", 0) and found.reused > 0, "G11"
+    del chat.messages[1:3]
+    assert why("Hm").cause == "truncation", "G12"
+    chat.tools = [{"name": "f", "description": "x"}]
+    assert why("Hm").cause in ("tool definitions", "re-tokenised text", "append-only")  # this template shows no tools
+    chat.prefix_cache = False
+    assert why("Hm").cause == "cache off"
+    chat.prefix_cache = True
+    chat.reset()
+    assert why("Hello").cause == "cold"
+
+
+@both_engines
+def test_text_that_encodes_to_other_ids_than_were_generated_is_told_from_an_edit(kind):
+    """H1, H4: the built-in model generates such ids at once."""
+    chat, seen = make_chat(kind, max_tokens=12), set()
+    for text in ("Hello", "And now?", "Thank you", "More"):
+        say(chat, text)
+        found = chat.turns[-1].explain()
+        seen.add(found.cause)
+        if found.cause == "re-tokenised text":
+            assert found.role == "assistant" and found.avoidable > 0
+            n = naive_prefix(found.held_ids, found.prompt_ids)
+            assert n == 0 and TINY.decode(found.held_ids) != ""
+    assert "re-tokenised text" in seen and seen <= {"cold", "append-only", "re-tokenised text"}
+
+
+@settings(max_examples=max(5, settings.default.max_examples // 4))
+@given(st.lists(st.tuples(st.sampled_from(["send", "edit", "delete", "swap", "undo", "regenerate", "system", "cancel"]),
+                          st.integers(0, 6), st.sampled_from(["Hi", "", "漢字🙂", "<|im_end|>", "12:30", "a\n\n"])), max_size=6))
+def test_it_never_fails_and_always_counts_right(script):
+    chat = make_chat(max_tokens=3)
+    for verb, at, text in [("send", 0, "Hello"), *script, ("send", 0, "Last")]:
+        at %= max(1, len(chat.messages))
+        users = any(message["role"] == "user" for message in chat.messages)
+        if verb == "edit" and chat.messages:
+            chat.messages[at] = {**chat.messages[at], "content": text}
+        elif verb == "delete" and chat.messages:
+            del chat.messages[at]
+        elif verb == "swap" and len(chat.messages) > 1:
+            chat.messages[at - 1], chat.messages[at] = chat.messages[at], chat.messages[at - 1]
+        elif verb == "undo" and users:
+            chat.undo()
+        elif verb == "system":
+            chat.messages.insert(0, {"role": "system", "content": text})
+        elif verb == "cancel":
+            stream = chat.send(text)
+            next(stream, None)
+            stream.close()
+        elif verb == "regenerate" and users:
+            list(chat.regenerate())
+        elif verb == "send":
+            say(chat, text)
+        for turn in chat.turns[-1:]:
+            found = turn.explain()
+            assert found.cause in CAUSES and found.forwarded == turn.forwarded and found.reused == turn.reused
+            assert 0 <= found.avoidable <= found.forwarded and str(found)
+
+
+# From written conversations, on templates of our own
+
+def test_a_template_that_changes_an_earlier_message_is_caught_at_its_index():
+    """G4: an earlier user message lost its suffix when a new one arrived."""
+    source = PLAIN.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'user' and loop.revindex <= 2 %} /think{% endif %}")
+    found = list(walk(toy(source), PARSERS["plain"], [USER, answer("Hello"), MORE, answer("Yes"), MORE], {}))
+    assert [one.cause for one in found] == ["cold", "template re-rendering", "template re-rendering"]
+    assert [one.message for one in found[1:]] == [0, 2]
+
+
+def test_an_append_only_template_is_found_to_be_one():
+    assert causes(toy(), [USER, answer("Hello"), MORE, answer("Yes"), MORE]) == ["cold", "append-only", "append-only"]
+    assert all(finding.append_only for finding in lint(toy(), PARSERS["plain"], conversations=5) if finding.kind in ("plain", "whitespace"))
+
+
+def test_the_clock_of_a_template_is_found(monkeypatch):
+    minutes = iter(range(1000))
+    monkeypatch.setattr(template_module, "now", lambda: datetime.datetime(2024, 1, 1) + datetime.timedelta(minutes=next(minutes)))
+    found = list(walk(toy("{{ strftime_now('%H:%M') }}\n" + PLAIN), PARSERS["plain"], [USER, answer("Hello"), MORE], {}))[1]
+    assert (found.cause, found.detail) == ("clock", "written by the template")
+
+
+def test_harmonys_analysis_is_stripped_reasoning():
+    source = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' %}<|channel|>final<|message|>{% endif %}{{ m.content }}")
+    found = list(walk(toy(source), PARSERS["harmony"], [USER, answer("Hello", thinking="They greet."), MORE], {}))[1]
+    assert (found.cause, found.message, found.role) == ("stripped reasoning", 1, "assistant")
+
+
+# On Qwen3's
+
+@pytest.fixture(scope="module")
+def qwen3():
+    folder = os.environ.get("REFENGINE_QWEN3_TOKENIZER", "")
+    if not (Path(folder) / "tokenizer.json").is_file():
+        pytest.fail("set REFENGINE_QWEN3_TOKENIZER to a folder with Qwen3's tokenizer.json and tokenizer_config.json")
+    return load_folder_tokenizer(Path(folder), (151645,))
+
+
+def qwen3_walk(tokenizer, messages, **arguments):
+    return list(walk(tokenizer, parser_named(None, tokenizer), messages, arguments))
+
+
+@pytest.mark.real
+def test_thinking_off_costs_the_think_block_of_the_generation_prompt(qwen3):
+    """G1: the prompt ends in ids 151667 271 151668 271, and the history has them not: LCP is 4 short."""
+    messages = [USER, answer("Hello!"), MORE]
+    found = qwen3_walk(qwen3, messages, enable_thinking=False)[1]
+    first = qwen3.encode_chat(messages[:1], enable_thinking=False).ids
+    assert first[-4:] == [151667, 271, 151668, 271] and found.reused == len(first) - 4
+    assert (found.cause, found.message, found.held_ids[:4]) == ("generation-prompt think block", 1, first[-4:])
+
+
+@pytest.mark.real
+def test_reasoning_is_stripped_from_the_history(qwen3):
+    """G2: reuse ends at the first think token of that turn."""
+    messages = [USER, answer("<think>a</think>\n\nb", raw="<think>a</think>\n\nb"), MORE]
+    found = qwen3_walk(qwen3, messages)[1]
+    assert found.reused == len(qwen3.encode_chat(messages[:1]).ids) and found.held_ids[0] == 151667
+    assert (found.cause, found.message) == ("stripped reasoning", 1)
+
+
+@pytest.mark.real
+def test_a_new_question_drops_the_reasoning_of_all_rounds_of_the_last(qwen3):
+    """G3: within one question it grows, and then falls back to the first answer of that question."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"path": "x", "edits": 1}}}
+    rounds = [answer("", reasoning_content="r1", tool_calls=[call]), {"role": "tool", "content": "t1"},
+              answer("", reasoning_content="r2", tool_calls=[call]), {"role": "tool", "content": "t2"}, answer("Done", reasoning_content="r3")]
+    found = qwen3_walk(qwen3, [{"role": "system", "content": "S"}, USER, *rounds, MORE])
+    assert [one.cause for one in found] == ["cold", "append-only", "append-only", "stripped reasoning"]
+    assert found[3].message == 2 and found[1].reused < found[2].reused
+    assert found[3].reused == len(qwen3.encode_chat([{"role": "system", "content": "S"}, USER]).ids)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("generated", "content", "part"), [([198, 198], "\n\n", [198, 198]), ([13, 271], ".\n\n", [13, 271])])
+def test_two_spellings_of_one_text(qwen3, generated, content, part):
+    """H2, H3: 198 198 at generation, 271 when it is encoded again; the engine does not repair it by comparing text."""
+    messages = [USER, answer("x" + content + "y", ids=[87, *generated, 88], raw=""), MORE]
+    found = qwen3_walk(qwen3, messages)[1]
+    assert (found.cause, found.message) == ("re-tokenised text", 1) and found.held_ids[:1] == part[:1]
+    assert found.reused == len(qwen3.encode_chat(messages[:1]).ids) + 1
+
+
+@pytest.mark.real
+def test_the_order_of_keys_is_the_callers(qwen3):
+    """G7: arguments that were sorted parted at the first of them."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"path": "x", "edits": [1]}}}
+    assert [one.cause for one in qwen3_walk(qwen3, [USER, answer("", tool_calls=[call]), {"role": "tool", "content": "t"}])] == \
+        ["cold", "append-only"]
+
+
+@pytest.mark.real
+def test_what_lint_says_of_qwen3s_template(qwen3):
+    found = {finding.kind: finding for finding in lint(qwen3, parser_named(None, qwen3), conversations=8)}
+    assert found["plain"].append_only and found["tools"].append_only
+    assert {kind: found[kind].explanation.cause for kind in found if not found[kind].append_only} == {
+        "whitespace": "re-tokenised text", "thinking": "stripped reasoning", "no thinking": "generation-prompt think block",
+        "thinking and tools": "stripped reasoning"}
+    for finding in found.values():
+        assert finding.append_only or finding.conversation[finding.message]["role"] == "assistant"
