@@ -5,7 +5,7 @@ import pytest
 from helpers import SYSTEM, both_engines, make_chat, naive_prefix, same_bits, same_kv, same_turn, say
 from hypothesis import given, settings, strategies as st
 
-from refengine.errors import StaleGenerationError, TokenizerError
+from refengine.errors import CapacityError, StaleGenerationError, TokenizerError
 from refengine.model import load_tokenizer
 from refengine.sampling import Sampling
 
@@ -268,3 +268,21 @@ def test_template_arguments_reach_the_template():
     thinking, plain = make_chat(), make_chat(template_arguments={"enable_thinking": False})
     assert TOKENIZER.decode(plain.prompt(messages).ids) == TOKENIZER.decode(thinking.prompt(messages).ids) + \
         "<think>\n\n</think>\n\n"
+
+
+@both_engines
+def test_a_prompt_of_one_token_too_many_is_refused_before_anything_is_rewound(kind):
+    """I5: an over-long prompt was cut without a word. At capacity it fits; one more is an error with the numbers."""
+    chat = make_chat(kind, max_tokens=1)
+    say(chat, "Hello")
+    prompt = chat.prompt([*chat.messages, {"role": "user", "content": "And of Japan?"}]).ids
+    fits, short = make_chat(kind, max_tokens=1, capacity=len(prompt)), make_chat(kind, max_tokens=1, capacity=len(prompt) - 1)
+    for one in (fits, short):
+        say(one, "Hello")
+    say(fits, "And of Japan?")
+    assert fits.engine.tokens == prompt
+    held, history = short.engine.tokens, list(short.messages)
+    with pytest.raises(CapacityError) as refused:
+        short.send("And of Japan?")
+    assert (refused.value.needed, refused.value.capacity) == (len(prompt), len(prompt) - 1)
+    assert short.engine.tokens == held and short.messages == history and len(short.turns) == 1
