@@ -31,8 +31,8 @@ CAUSES = {
     "stripped reasoning": "the template leaves the reasoning of an earlier answer out of the history",
     "template re-rendering": "the template writes an earlier message differently than before",
 }
-_CLOCK = re.compile(r"\d{1,4}([-/.:T ]\d{1,4})+|\d+|\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
-                    r"\w*|\b[AP]M\b")
+_CLOCK = re.compile(r"\d{1,4}([-/.:T ]\d{1,4})+|\d+|\b[AP]M\b|"
+                    r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w*")
 
 
 class Prompt(NamedTuple):
@@ -84,7 +84,8 @@ _SHOWN = 8  # ids of either side
 
 
 def explain(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], prompt: Prompt, *, reused: int | None = None,
-            before: Prompt | None = None, answer: dict[str, Any] | None = None, fallback: str = "", cache: bool = True) -> Explanation:
+            before: Prompt | None = None, answer: dict[str, Any] | None = None, fallback: str = "",
+            cache: bool = True) -> Explanation:
     """Compare a prompt with the ids that an engine held.
 
     before: the prompt of the turn that ran last on the engine, answer: the message that this turn put into the history.
@@ -150,7 +151,8 @@ def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text:
         raw = held_text[len(before.text):] if place == len(before.messages) else str(message.get("content", ""))
         reasoning = parser.parse(raw).reasoning or str(message.get("reasoning_content") or "")
         thought = held_text.find(reasoning.strip(), parted)
-        if reasoning.strip() and 0 <= thought <= parted + 2 * len("<|channel|>analysis<|message|>"):  # they part where it begins
+        header = 2 * len("<|channel|>analysis<|message|>")
+        if reasoning.strip() and 0 <= thought <= parted + header:              # they part where the reasoning begins
             return "stripped reasoning", ""
     return "template re-rendering", ""
 

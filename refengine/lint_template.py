@@ -93,7 +93,8 @@ def generation(tokenizer: Tokenizer, parser: Parser, messages: list[Message], pr
         thought = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant" if reasoning else ""
         return thought + (calls or f"<|channel|>final<|message|>{content}")
     thought = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
-    calls = [f"<tool_call>\n{json.dumps(_function(call), ensure_ascii=False)}\n</tool_call>" for call in answer.get("tool_calls") or ()]
+    calls = [f"<tool_call>\n{json.dumps(_function(call), ensure_ascii=False)}\n</tool_call>"
+             for call in answer.get("tool_calls") or ()]
     return thought + "\n".join([*([content] if content else []), *calls])
 
 
@@ -125,4 +126,5 @@ def _answer(rng: random.Random, kind: str, **rest: Any) -> Message:
 
 
 def _words(rng: random.Random) -> str:
-    return " ".join(rng.choices("the sea is blue and 42 ships sail to Paris in rain, is it? yes: no".split(), k=rng.randint(1, 6)))
+    words = "the sea is blue and 42 ships sail to Paris in rain, is it? yes: no".split()
+    return " ".join(rng.choices(words, k=rng.randint(1, 6)))

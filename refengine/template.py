@@ -136,7 +136,8 @@ class _Process:
             self._owner = os.getpid()
             if self._child.stdout.readline() != "ready\n":
                 self.stop()
-                raise TokenizerError("the process that renders chat templates did not start; is jinja2 3.1.6 or newer installed?")
+                raise TokenizerError("the process that renders chat templates did not start; "
+                                     "is jinja2 3.1.6 or newer installed?")
         return self._child
 
     def stop(self) -> None:

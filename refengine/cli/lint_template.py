@@ -11,7 +11,8 @@ from refengine.parsers import parser_named
 
 def run(arguments: argparse.Namespace) -> int:
     tokenizer = setup.tokenizer(arguments.model)
-    findings = lint(tokenizer, parser_named(arguments.parser, tokenizer), seed=arguments.seed, conversations=arguments.conversations)
+    findings = lint(tokenizer, parser_named(arguments.parser, tokenizer), seed=arguments.seed,
+                    conversations=arguments.conversations)
     for finding in findings:
         what = f"{finding.kind} ({KINDS[finding.kind]})"
         if finding.refused:
