@@ -24,7 +24,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that people
 class ChatTemplate:
     """The chat templates of a model. ``special``: the token texts that templates name (bos_token, eos_token, ...).
 
-    sources: one template, or several by name. "tool_use" is taken when there are tools, else "default".
+    sources: one template, or several by name. "tool_use" is taken when tools are given, else "default".
     """
 
     def __init__(self, sources: str | dict[str, str], special: dict[str, str] | None = None):
@@ -37,16 +37,17 @@ class ChatTemplate:
 
         Raises TokenizerError: the template refuses it, fails, reaches for Python, takes too long or too much memory.
         """
-        name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        name = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise TokenizerError(f"there is no default chat template, only {', '.join(self.sources)}")
         variables = {"messages": plain_messages(messages), "tools": tools, "documents": documents,
                      "add_generation_prompt": add_generation_prompt, **self.special, **arguments}
+        request = {"source": self.sources[name], "variables": variables, "now": now().isoformat(), "seconds": 2 * SECONDS}
         try:
-            request = json.dumps({"source": self.sources[name], "variables": variables, "now": now().isoformat()})
+            text = json.dumps(request)
         except (TypeError, ValueError, RecursionError) as error:
             raise TokenizerError(f"what a chat template is given must be of JSON types: {error}") from None
-        return _process.render(request)
+        return _process.render(text)
 
 
 def now() -> datetime.datetime:
@@ -60,7 +61,10 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Keys without a value (None) are left out; reasoning is under ``reasoning_content`` and ``thinking``, whatever it was
     called; the arguments of a tool call, which the OpenAI API writes as a JSON text, are an object.
     """
-    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    try:
+        return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    except RecursionError:
+        raise TokenizerError("the messages are nested too deeply") from None
 
 
 def _plain(message: Any, where: str) -> dict[str, Any]:
@@ -104,21 +108,22 @@ class _Process:
 
     def render(self, request: str) -> str:
         with self._lock:
-            child = self._started()
             late = threading.Event()
-            timer = threading.Timer(SECONDS, lambda: (late.set(), child.kill()))
-            timer.start()
             try:
-                child.stdin.write(request + "\n")
-                child.stdin.flush()
-                line = child.stdout.readline()
-            except OSError:
-                line = ""
+                child = self._started()
+                timer = threading.Timer(SECONDS, lambda: (late.set(), child.kill()))
+                timer.start()
+                try:
+                    child.stdin.write(request + "\n")
+                    child.stdin.flush()
+                    line = child.stdout.readline()
+                except OSError:
+                    line = ""
+                finally:
+                    timer.cancel()
             except BaseException:  # interrupted: what comes back belongs to nobody
                 self.stop()
                 raise
-            finally:
-                timer.cancel()
             if not line.endswith("\n"):
                 self.stop()
                 why = f"it took longer than {SECONDS:g} s" if late.is_set() else "its process died, probably for want of memory"
@@ -152,3 +157,5 @@ class _Process:
 
 _process = _Process()
 atexit.register(_process.stop)
+if hasattr(os, "register_at_fork"):  # another thread may have been rendering: in the fork nobody will release its lock
+    os.register_at_fork(after_in_child=lambda: setattr(_process, "_lock", threading.Lock()))

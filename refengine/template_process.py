@@ -6,6 +6,7 @@ and a process can be given little memory and be killed, in the middle of an expr
 import datetime
 import functools
 import json
+import signal
 import sys
 
 import jinja2
@@ -103,13 +104,23 @@ def main():
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     except (ImportError, ValueError, OSError):
         pass  # no such limit here: the time limit remains
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asked; that one stops this process if need be
     print("ready", flush=True)
     for line in sys.stdin:
         try:
-            reply = json.dumps(answer(json.loads(line)))
+            request = json.loads(line)
+            _last_at_most(request["seconds"])
+            reply = json.dumps(answer(request))
         except (MemoryError, RecursionError) as error:
             reply = json.dumps({"error": type(error).__name__})
+        _last_at_most(0)
         print(reply, flush=True)
+
+
+def _last_at_most(seconds):
+    """Die then (0: not any more), if nobody is left who would stop a rendering without end."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -54,9 +58,10 @@ def test_special_tokens_and_arguments_reach_the_template_and_arguments_win():
     assert template.render([]) == "<s></s>" and template.render([], eos_token="!") == "<s>!"
 
 
-def test_a_template_for_tools_is_taken_when_there_are_tools():
+def test_a_template_for_tools_is_taken_when_tools_are_given():
+    """Be they none, as transformers does it."""
     template = ChatTemplate({"default": "d{{ tools }}", "tool_use": "t{{ tools | length }}"})
-    assert (template.render([]), template.render([], tools=[]), template.render([], tools=[{}])) == ("dNone", "d[]", "t1")
+    assert (template.render([]), template.render([], tools=[]), template.render([], tools=[{}])) == ("dNone", "t0", "t1")
     with pytest.raises(TokenizerError, match="no default chat template, only rag"):
         ChatTemplate({"rag": ""}).render([])
 
@@ -110,6 +115,7 @@ def test_arguments_as_an_object_and_as_json_text_are_the_same():
     ({"role": "assistant", "tool_calls": ["f"]}, r"messages\[1\]\.tool_calls\[0\] is 'f', not a dict"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, r"tool_calls\[0\]\.function\.arguments is no JSON"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, r"arguments is \[1\], not an object"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}, "the messages are nested too deeply"),
     ({"role": "user", "content": b"x"}, "must be of JSON types"), ({"role": "user", "content": {1, 2}}, "must be of JSON types")])
 def test_a_message_that_is_none_is_refused_by_name(message, where):
     with pytest.raises(TokenizerError, match=where):
@@ -214,6 +220,61 @@ def test_an_interrupted_rendering_leaves_no_answer_for_the_next(monkeypatch):
     assert render("new") == "new"
 
 
+def test_a_process_that_was_interrupted_while_it_started_is_started_again(monkeypatch):
+    """Its "ready" was still to be read, and was taken for the next text."""
+    module._process.stop()
+    popen = subprocess.Popen
+
+    def interrupted(*arguments, **options):
+        child = popen(*arguments, **options)
+        out = child.stdout
+
+        def readline():
+            child.stdout = out
+            raise KeyboardInterrupt
+
+        child.stdout = SimpleNamespace(readline=readline)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        render("a")
+    monkeypatch.undo()
+    assert render("b") == "b"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_ctrl_c_in_a_terminal_reaches_the_process_too_and_it_goes_on():
+    render("")
+    child = module._process._child
+    os.kill(child.pid, signal.SIGINT)
+    assert render("{{ 'b' }}") == "b" and module._process._child is child
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+def test_a_template_without_end_does_not_outlive_whoever_asked_for_it():
+    """Killed, nobody is left to stop it: it kept a processor busy for ever."""
+    code = "import threading, time, refengine.template as t\nt.SECONDS = 1.0\nt.ChatTemplate('').render([])\n" \
+           f"threading.Thread(target=t.ChatTemplate({NEST!r}).render, args=([],), daemon=True).start()\ntime.sleep(0.2)\n" \
+           "import os\nprint(t._process._child.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout)
+    until = time.monotonic() + 10
+    while alive(pid):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.parent.parent.joinpath("self").exists():
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"  # a zombie is dead
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_threads_share_the_process_and_do_not_mix_answers():
     found = {}
 
@@ -235,4 +296,14 @@ def test_a_forked_process_has_a_renderer_of_its_own():
            "texts = [r([], x=(pid > 0, i)) for i in range(50)]\n" \
            "assert texts == [str([pid > 0, i]) for i in range(50)], texts\n" \
            "if pid: assert os.waitpid(pid, 0)[1] == 0\n"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_made_while_another_thread_renders_can_render():
+    """The fork inherited a lock that nobody was left to release."""
+    code = "import os, threading, time, refengine.template as t\nr = t.ChatTemplate('{{ x }}').render\nr([], x=1)\n" \
+           "t._process._lock.acquire()\npid = os.fork()\n" \
+           "if not pid: os._exit(r([], x=2) != '2')\n" \
+           "t._process._lock.release()\nassert os.waitpid(pid, 0)[1] == 0 and r([], x=3) == '3'\n"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, timeout=60).returncode == 0
