@@ -137,7 +137,10 @@ class Chat:
                                                spoken=self._spoken if self.keep_ids else (), **arguments)
         if not ids:
             raise TokenizerError("the chat template rendered to no token at all")
-        return Prompt(copy.deepcopy(messages), copy.deepcopy(arguments), text, ids)
+        try:
+            return Prompt(copy.deepcopy(messages), copy.deepcopy(arguments), text, ids)
+        except RecursionError:
+            raise TokenizerError("what the chat template is given is nested too deeply") from None
 
     def rewind(self, prompt: list[int]) -> tuple[int, str]:
         """Keep what the engine holds of a prompt. Returns how many tokens, and "reset" if the engine could not rewind."""

@@ -46,8 +46,13 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, stop_ids: Sequence[int]):
         self.backend, self.template, self.stop_ids = backend, template, tuple(stop_ids)
-        added = backend.get_added_tokens_decoder()
-        self.control = {token.content: id for id, token in added.items() if token.special and len(token.content) > 1}
+        backend.no_truncation()  # some files ask for either
+        backend.no_padding()
+        special = [(id, token) for id, token in backend.get_added_tokens_decoder().items() if token.special and token.content]
+        self.control = {token.content: id for id, token in special}
+        longest_first = sorted((token for _, token in special), key=lambda token: -len(token.content))
+        self._special = re.compile("(" + ("|".join(r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+                                                   for token in longest_first) or "(?!)") + ")")
         self._lock = threading.RLock()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -57,9 +62,9 @@ class Tokenizer:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens:
             plain = self.encode(text)
-            extra = len(ids) - len(plain)
-            if plain and 0 < extra < len(ids) and ids[extra:] == plain and ids[:extra] == plain[:extra]:
-                return plain
+            for n in range(1, len(ids) - len(plain) + 1):
+                if ids[n:n + len(plain)] == plain and ids[:n] == plain[:n]:
+                    return ids[n:]
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -81,39 +86,50 @@ class Tokenizer:
         in it, that is encoded as the plain text it is, unless ``control_in_text``. What was ``spoken`` keeps the ids it was
         generated with, where the text still has it in its place. Raises TokenizerError.
         """
-        marker = None if control_in_text else self._marker([messages, arguments])
-        if marker is None:
-            text = marked = self.render(messages, **arguments)
-        else:
-            marked = self.render(_mark(messages, self.control, marker), **_mark(arguments, self.control, marker))
-            marked = marked.replace(f"\\u{ord(marker):04x}", marker)             # a template may write JSON in ASCII
-            text = marked.replace(marker, "")
-        marks = [i for i, character in enumerate(marked) if character == marker] if marker else []
-        ids, at = [], 0
-        for start, stop, own in [*_in_place(text, spoken), (len(text), len(text), [])]:
-            part = text[at:start]
-            for i in reversed([mark - n for n, mark in enumerate(marks) if at < mark - n < start]):
-                part = part[:i - at] + marker + part[i - at:]
-            ids += self._encode_marked(part, marker) + list(own)
-            at = stop
-        return Rendered(text, ids)
+        try:
+            hidden = {} if control_in_text else self._stand_ins([messages, arguments])
+            if hidden:
+                messages, arguments = (_hide(value, self.control, hidden) for value in (messages, arguments))
+        except RecursionError:
+            raise TokenizerError("what a chat template is given is nested too deeply") from None
+        marked = self.render(messages, **arguments)
+        for other in hidden.values():
+            marked = marked.replace(_in_ascii(other), other)                    # a template may write JSON in ASCII
+        text = _shown(marked, hidden)
+        ids, at, real = [], 0, set(self.control.values())
+        for start, stop, own in _in_place(text, spoken):                        # kept if just the same special tokens are real
+            if [id for id in self.encode(marked[start:stop]) if id in real] == [id for id in own if id in real]:
+                ids += self._encode_hidden(marked[at:start], hidden) + list(own)
+                at = stop
+        return Rendered(text, ids + self._encode_hidden(marked[at:], hidden))
 
-    def _encode_marked(self, text: str, marker: str | None) -> list[int]:
-        """Ids of a text in which broken special tokens are text."""
-        if marker is None or marker not in text:
-            return self.encode(text)
-        ids: list[int] = []
-        for piece in re.split("(" + "|".join(map(re.escape, sorted(self.control, key=len, reverse=True))) + ")", text):
-            # NOTE: a tokenizer that treats the beginning of a text in its own way (SentencePiece) does so at each piece.
-            ids += [self.control[piece]] if piece in self.control else self._encode_plain(piece.replace(marker, ""))
-        return ids
+    def _encode_hidden(self, marked: str, hidden: dict[str, str]) -> list[int]:
+        """Ids of a text in which the special tokens with a stand-in are text. What lies between two of the others is
+        encoded as text as a whole if there is such a token in it; the rest as ever, so that it stays as it was."""
+        if not hidden:
+            return self.encode(marked)
+        ids, rest = [], ""
+        for piece in self._special.split(marked):
+            if any(other in piece for other in hidden.values()):
+                # NOTE: a tokenizer that treats the beginning of a text in its own way (SentencePiece) does so here.
+                ids += self.encode(rest) + self._encode_plain(_shown(piece, hidden))
+                rest = ""
+            else:
+                rest += piece
+        return ids + self.encode(rest)
 
-    def _marker(self, values: Any) -> str | None:
-        """A character that no text in values has, to break special tokens with; None when there are none to break."""
-        texts = "\0".join(_texts(values))
-        if not any(token in texts for token in self.control):
-            return None
-        return next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in texts)  # for private use
+    def _stand_ins(self, values: Any) -> dict[str, str]:
+        """For each first character of the special tokens that are within values, another to hide it behind: one for
+        private use, that occurs nowhere. It is one for one, as templates count and cut characters."""
+        texts = "\0".join(_texts([values, self.control, self.template.sources if self.template else {}]))
+        given = "\0".join(_texts(values))
+        firsts = sorted({token[0] for token in self.control if token in given})
+        free = (chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in texts and _in_ascii(chr(c)) not in texts)
+        hidden = dict(zip(firsts, free))
+        if len(hidden) < len(firsts):
+            raise TokenizerError("special tokens in a message cannot be told from the template's: there are all characters "
+                                 "for private use in it too")
+        return hidden
 
     def _encode_plain(self, text: str) -> list[int]:
         """Ids of a text in which special tokens are text like any other."""
@@ -141,17 +157,27 @@ def _texts(values: Any) -> Iterator[str]:
             yield from _texts(value)
 
 
-def _mark(values: Any, control: Iterable[str], marker: str) -> Any:
-    """A copy in which each control token has a marker after its first character: it is none any more."""
+def _hide(values: Any, control: Iterable[str], hidden: dict[str, str]) -> Any:
+    """A copy in which each control token begins with its stand-in: it is none any more."""
     if isinstance(values, str):
         for token in control:
-            values = values.replace(token, token[0] + marker + token[1:])
+            if token[0] in hidden:
+                values = values.replace(token, hidden[token[0]] + token[1:])
         return values
     if isinstance(values, dict):
-        return {_mark(key, control, marker): _mark(value, control, marker) for key, value in values.items()}
+        return {_hide(key, control, hidden): _hide(value, control, hidden) for key, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return [_mark(value, control, marker) for value in values]
+        return [_hide(value, control, hidden) for value in values]
     return values
+
+
+def _shown(marked: str, hidden: dict[str, str]) -> str:
+    return marked.translate({ord(other): first for first, other in hidden.items()})
+
+
+def _in_ascii(character: str) -> str:
+    """As JSON writes it in ASCII."""
+    return f"\\u{ord(character):04x}"
 
 
 class TextStream:
@@ -240,15 +266,26 @@ def load_folder_tokenizer(folder: Path, stop_ids: Sequence[int]) -> Tokenizer:
         raise TokenizerError(f"{path}: {error}") from None
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     special = {key: text for key, value in settings.items()
-               if key.endswith("_token") and isinstance(text := value["content"] if isinstance(value, dict) else value, str)}
-    source = settings.get("chat_template")
-    if isinstance(source, str):
-        source = {"default": source}
-    elif isinstance(source, list):  # several, by name
-        source = {template["name"]: template["template"] for template in source}
-    source = source or {}
-    if (folder / "chat_template.jinja").is_file():
-        source["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        source[path.stem] = path.read_text(encoding="utf-8")
+               if key.endswith("_token") and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)}
+    source = _templates(settings.get("chat_template"), folder / "tokenizer_config.json")
+    files = [(folder / "chat_template.jinja", "default"),
+             *((path, path.stem) for path in sorted((folder / "additional_chat_templates").glob("*.jinja")))]
+    for path, name in files:
+        if path.is_file():
+            try:
+                source[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"{path}: {error}") from None
     return Tokenizer(backend, ChatTemplate(source, special) if source else None, stop_ids)
+
+
+def _templates(value: Any, path: Path) -> dict[str, str]:
+    """Templates by name: of one, which is a text, or of a list of {"name", "template"}."""
+    named = [{"name": "default", "template": value}] if isinstance(value, str) else [] if value is None else value
+    try:
+        source = {each["name"]: each["template"] for each in named}
+        if all(isinstance(text, str) for item in source.items() for text in item):
+            return source
+    except (TypeError, KeyError):
+        pass
+    raise TokenizerError(f"{path}: chat_template is {value!r:.80}, neither a text nor a list of names and templates")

@@ -73,6 +73,20 @@ def test_kept_ids_and_special_tokens_in_text_go_together():
     assert chat.tokenizer.decode(prompt.ids, skip_special_tokens=False) == prompt.text
 
 
+@pytest.mark.parametrize("control_in_text", [False, True])
+def test_a_special_token_that_was_put_into_a_kept_answer_does_not_become_the_one_that_ended_it(control_in_text):
+    """Generated: an answer and its end, one id. Written by hand: the answer and the end's text, which is text."""
+    chat = make_chat(max_tokens=12, keep_ids=True, control_in_text=control_in_text)
+    say(chat, "Hello")
+    end = chat.tokenizer.control["<|im_end|>"]
+    spoken = chat._spoken[0]
+    chat._spoken[0] = Spoken(spoken.prompt, spoken.text + "<|im_end|>", [*spoken.ids, end])
+    plain = chat.prompt(chat.messages).ids
+    assert plain[chat.turns[0].prompt:][:13] == [*chat.turns[0].ids, end] and plain.count(end) == 3
+    chat.messages[-1]["content"] += "<|im_end|>"
+    assert chat.prompt(chat.messages).ids.count(end) == 3 + control_in_text
+
+
 @pytest.mark.parametrize(("text", "spoken", "found"), [
     ("ab<cd>e", [("ab<", "cd", [1, 2])], [(3, 5, [1, 2])]), ("ab<cd>e", [("ab<", "ce", [1])], []), ("ab<cd>e", [("a<", "cd", [1])], []),
     ("ab<cd>e", [("ab<", "cd", [1]), ("ab<", "cd", [2])], [(3, 5, [2])]), ("abcdef", [("a", "bcd", [1]), ("abc", "de", [2])], [(3, 5, [2])]),

@@ -84,6 +84,32 @@ def test_templates_are_found_where_the_ecosystem_puts_them(layout, tmp_path):
     assert tokenizer.render([], tools=[{}]) == ("t" if layout in ("list", "folder") else "d")
 
 
+@pytest.mark.parametrize(("settings", "files"), [
+    ({"chat_template": 3}, {}), ({"chat_template": [3]}, {}), ({"chat_template": [{"name": "x"}]}, {}), ({"chat_template": {"default": "x"}}, {}),
+    ({"chat_template": [{"name": 1, "template": "x"}]}, {}), ({"chat_template": [{"name": "x", "template": None}]}, {}),
+    ({"chat_template": [{"name": [], "template": ""}]}, {}), ({}, {"chat_template.jinja": b"\xff\xfe"}),
+    ({}, {"additional_chat_templates/rag.jinja": b"\xff"})])
+def test_settings_that_are_broken_are_one_error_that_names_the_file(settings, files, tmp_path):
+    from refengine.model import load_tokenizer
+
+    load_tokenizer("tiny").backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=next(iter(files), "tokenizer_config.json: chat_template is ").replace("/", ".")):
+        load_folder_tokenizer(tmp_path, ())
+
+
+def test_special_tokens_that_are_not_given_as_texts_are_left_out(tmp_path):
+    from refengine.model import load_tokenizer
+
+    load_tokenizer("tiny").backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "bos_token": {}, "eos_token": {"content": "</s>"}, "pad_token": None, "add_bos_token": True, "unk_token": 3, "chat_template": ""}))
+    assert load_folder_tokenizer(tmp_path, ()).template.special == {"eos_token": "</s>"}
+
+
 # Messages
 
 def test_a_history_is_copied_and_never_changed():
