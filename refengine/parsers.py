@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,39 +42,54 @@ def _qwen3(raw: str) -> Reply:
     the template decides what of it stays in the history."""
     before, end, after = raw.partition("</think>")
     thinking = before.partition("<think>")[2] if "<think>" in before else before if end else ""
-    calls = re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", after if end else "" if "<think>" in raw else raw, re.DOTALL)
+    calls = _between("<tool_call>", "</tool_call>", after if end else "" if "<think>" in raw else raw)
     return Reply(raw, thinking.strip("\n"), tuple(call for text in calls if (call := _call(text))))
 
 
+def _between(start: str, end: str, text: str) -> Iterator[str]:
+    """What stands between each start and the next end. In linear time: a model may repeat either without end."""
+    at = text.find(start)
+    while at >= 0 and (stop := text.find(end, at)) >= 0:
+        yield text[at + len(start):stop]
+        at = text.find(start, stop)
+
+
 def _call(text: str, name: str | None = None) -> dict[str, Any] | None:
-    """A tool call of the JSON text of {"name", "arguments"}, or of the arguments alone; None when it is broken."""
+    """A tool call of the JSON text of {"name", "arguments"}, or of the arguments alone; None when it is broken, or such
+    that no history with it could be rendered."""
     try:
         value = json.loads(text)
         function = value if name is None else {"name": name, "arguments": value}
-        return {"type": "function", "function": {"name": str(function["name"]), "arguments": function["arguments"]}}
+        arguments = json.loads(function["arguments"]) if isinstance(function["arguments"], str) else function["arguments"]
+        json.dumps(function, ensure_ascii=False).encode()
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    if not isinstance(arguments, dict):
+        return None
+    return {"type": "function", "function": {"name": str(function["name"]), "arguments": arguments}}
 
 
-_CHANNEL = re.compile(r"(?:<\|start\|>assistant)?(?P<header>(?:\s*to=\S+?)?<\|channel\|>.*?)<\|message\|>(?P<body>.*?)"
-                      r"(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)", re.DOTALL)
+_END = re.compile(r"<\|(end|call|return)\|>|(?=<\|start\|>)|\Z")
+_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_TO = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
 def _harmony(raw: str) -> Reply:
     """gpt-oss: <|channel|>analysis|commentary|final<|message|>text<|end|>. The content is the final channel's."""
     content, reasoning, calls = [], [], []
-    for found in _CHANNEL.finditer(raw):
-        header, body = found["header"], found["body"]
-        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
-        recipient = re.search(r"to=(?:functions\.)?([\w.-]+)", header)
-        if recipient and found["end"]:
-            calls += [call] if (call := _call(body, recipient[1])) else []
-        elif recipient or channel is None:
-            continue
-        elif channel[1] == "final":
+    at = 0
+    while (channel := raw.find("<|channel|>", at)) >= 0 and (message := raw.find("<|message|>", channel)) >= 0:
+        begins = message + len("<|message|>")
+        end = _END.search(raw, begins)
+        body, name = raw[begins:end.start()], _NAME.search(raw, channel, message)
+        recipient = _TO.search(raw, max(at, raw.rfind("<|start|>", at, channel)), message)  # before the channel or after it
+        if recipient:
+            calls += [call] if end[1] and (call := _call(body, recipient[1])) else []
+        elif name and name[1] == "final":
             content.append(body)
-        elif channel[1] == "analysis":
+        elif name and name[1] == "analysis":
             reasoning.append(body)
+        at = end.end()
     return Reply("".join(content), "\n".join(reasoning), tuple(calls))
 
 

@@ -57,7 +57,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of a text, with special tokens where it names them. A chat template writes its own, so none are put
-        around it unless asked for, and a beginning that it has already is not put there twice."""
+        around it unless asked for, and a beginning that it has already is not put there twice. Raises TokenizerError."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"a text has half a character in it, a lone surrogate: {text[error.start:error.end]!r}") from None
         with self._lock:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens:

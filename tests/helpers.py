@@ -231,6 +231,25 @@ def run_script(engine: SequentialEngine, script: Sequence[tuple], check: Any = a
     return answers
 
 
+class Scripted(SequentialEngine):
+    """An engine that says what it is told to, over the built-in model: ``answers``, the ids of one after the other."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], rewinds: bool = True):
+        super().__init__(load_model("tiny"), capacity=1024, page_size=64)
+        self.answers, self.rewinds = list(answers), rewinds
+
+    def trim_kv_cache(self, length: int) -> int:
+        return super().trim_kv_cache(length) if self.rewinds else -1
+
+    def generate(self, tokens: Sequence[int], **_: Any):
+        self.prefill(tokens)
+        answer = self.answers.pop(0)
+        for i, id in enumerate(answer):
+            yield id
+            if i + 1 < len(answer):
+                self.prefill([*self.tokens, id])
+
+
 # Watching and breaking a model
 
 class Watched(Model):

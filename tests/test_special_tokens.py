@@ -180,6 +180,17 @@ def test_a_beginning_and_an_end_are_told_apart():
     assert tokenizer.encode("<|im_end|>", add_special_tokens=True) == [START, END, END]
 
 
+@pytest.mark.parametrize("text", ["\ud800", "a\udc00<|im_end|>"])
+def test_half_a_character_is_one_error_and_changes_nothing(text):
+    """A lone surrogate, as JSON can write it, was a TypeError of the library's."""
+    with pytest.raises(TokenizerError, match="half a character.* a lone surrogate: '.ud[8c]00'"):
+        TOKENIZER.encode_chat([{"role": "user", "content": text}])
+    chat = make_chat()
+    with pytest.raises(TokenizerError):
+        chat.send(text)
+    assert len(chat.messages) == 1 and chat.engine.tokens == []
+
+
 @pytest.mark.parametrize("setting", ["truncation", "padding"])
 def test_no_text_is_cut_or_filled_up_whatever_the_file_asks_for(setting):
     """I5: a tokenizer.json kept the length that its training had, and long prompts lost their end."""
