@@ -98,7 +98,7 @@ def test_nothing_that_is_generated_makes_a_history_that_cannot_be_rendered(piece
     "<tool_call>" + "\n" * 20000, "<tool_call>" * 20000, "\n" * 20000, "<|channel|>" * 20000, " to=" * 20000, "<|channel|>final<|message|>" * 9000,
     "<|start|>assistant" * 9000, "<think>" * 20000, "<|channel|>" + " " * 20000 + "<|message|>"], ids=lambda raw: repr(raw[:12]))
 def test_a_model_that_repeats_itself_is_read_in_linear_time(raw):
-    """Each id is read with all before it. 20,000 newlines after <tool_call> took an hour, every time."""
+    """Each id is read with all before it: 3,000 newlines after <tool_call> took twenty seconds, at every one of them."""
     began = time.perf_counter()
     for parser in PARSERS.values():
         parser.parse(raw)
