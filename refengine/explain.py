@@ -115,16 +115,16 @@ def _message_at(tokenizer: Tokenizer, prompt: Prompt, at: int) -> int | None:
     Where a message ends is found by making it longer: up to there the rendering stays as it is, whatever the template does.
     """
     for i, message in enumerate(prompt.messages):
-        if calls := message.get("tool_calls"):
-            longer = {**message, "tool_calls": [*calls, calls[-1]]}
-        else:
-            longer = {**message, "content": f"{message.get('content') or ''}\ue000"}
-        try:
-            text = tokenizer.render([*prompt.messages[:i], longer, *prompt.messages[i + 1:]], **prompt.arguments)
-        except TokenizerError:
-            continue
-        if text != prompt.text and _same(text, prompt.text) >= at:
-            return i
+        calls, content = message.get("tool_calls") or [], f"{message.get('content') or ''}\ue000"
+        for more in ([{"tool_calls": [*calls, calls[-1]]}] if calls else []) + [{"content": content}]:
+            try:
+                text = tokenizer.render([*prompt.messages[:i], {**message, **more}, *prompt.messages[i + 1:]], **prompt.arguments)
+            except TokenizerError:
+                continue
+            if text != prompt.text:  # else the template does not show these
+                if _same(text, prompt.text) >= at:
+                    return i
+                break
     return None
 
 
@@ -143,7 +143,10 @@ def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text:
         old, new = _line(before.text, parted), _line(prompt.text, parted)
         if old != new and _CLOCK.sub("0", old) == _CLOCK.sub("0", new):
             return "clock", "written by the template"
-        history = tokenizer.render(before.messages, **{**before.arguments, "add_generation_prompt": False})
+        try:
+            history = tokenizer.render(before.messages, **{**before.arguments, "add_generation_prompt": False})
+        except TokenizerError:  # not a history that may end there
+            history = before.text
         if len(history) <= parted and "<think>" in before.text[len(history):]:
             return "generation-prompt think block", ""
     if place is not None and prompt.messages[place]["role"] == "assistant":
@@ -180,7 +183,7 @@ def _changed_messages(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> t
     if same == len(was):
         return None
     system = [len(messages) > 0 and messages[0]["role"] == "system" for messages in (was, now)]
-    if same == 0 and any(system):
+    if same == 0 and any(system) and any(message in was for message in now):
         if all(system):
             old, new = (str(messages[0].get("content")) for messages in (was, now))
             return ("clock", "in the system prompt") if _CLOCK.sub("0", old) == _CLOCK.sub("0", new) else ("system prompt", "")

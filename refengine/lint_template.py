@@ -10,6 +10,7 @@ from typing import Any
 from refengine.errors import TokenizerError
 from refengine.explain import Explanation, Prompt, explain
 from refengine.parsers import Parser
+from refengine.template import plain_messages
 from refengine.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -65,7 +66,9 @@ def walk(tokenizer: Tokenizer, parser: Parser, messages: list[Message], argument
     """The explanation of each turn that a conversation came from: one for each assistant message and one for what may follow.
 
     What the engine holds before it is the last prompt and the answer as the model will have generated it (`generation`).
+    Raises TokenizerError.
     """
+    messages = plain_messages(messages)
     held: list[int] = []
     before, answer = None, None
     ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -82,11 +85,11 @@ def walk(tokenizer: Tokenizer, parser: Parser, messages: list[Message], argument
 def generation(tokenizer: Tokenizer, parser: Parser, messages: list[Message], prompt: Prompt) -> str:
     """The raw text that an assistant message, the last, was read from: "raw" if it has that; else what the template would
     have it be, or its reasoning, content and tool calls as its family writes them. Without the last stop token."""
-    answer = messages[-1]
+    answer = plain_messages(messages[-1:])[0]
     if "raw" in answer:
         return answer["raw"]
     content = str(answer.get("content") or "")
-    reasoning = next((answer[key] for key in ("reasoning_content", "thinking", "reasoning") if answer.get(key)), "")
+    reasoning = answer.get("reasoning_content", "")
     if parser.name == "harmony":
         calls = "".join(f"<|channel|>commentary to=functions.{_function(call)['name']} <|constrain|>json<|message|>"
                         f"{json.dumps(_function(call)['arguments'])}<|call|>" for call in answer.get("tool_calls") or ())
@@ -99,7 +102,8 @@ def generation(tokenizer: Tokenizer, parser: Parser, messages: list[Message], pr
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
-    return {key: call.get("function", call)[key] for key in ("name", "arguments")}
+    function = call.get("function", call)
+    return {"name": function.get("name", ""), "arguments": function.get("arguments", {})}
 
 
 def random_conversation(rng: random.Random, kind: str) -> list[Message]:

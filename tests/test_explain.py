@@ -4,10 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers import both_engines, make_chat, naive_prefix, say
+from helpers import Scripted, both_engines, make_chat, naive_prefix, same_turn, say
 from hypothesis import given, settings, strategies as st
 
 from refengine import template as template_module
+from refengine.chat import Chat
 from refengine.explain import CAUSES
 from refengine.lint_template import lint, walk
 from refengine.model import load_tokenizer
@@ -116,6 +117,123 @@ def test_it_never_fails_and_always_counts_right(script):
             found = turn.explain()
             assert found.cause in CAUSES and found.forwarded == turn.forwarded and found.reused == turn.reused
             assert 0 <= found.avoidable <= found.forwarded and str(found)
+
+
+# Every cause on purpose, from turns whose answers are given: two questions and answers, then something is done
+
+FULL = "{% if tools %}{{ tools | tojson }}\n{% endif %}{{ mood or '' }}" + PLAIN
+ENDING = FULL.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'user' and loop.revindex <= 2 %} /think{% endif %}")
+TOOLS = [{"name": "f", "description": "x"}, {"name": "g", "description": "y"}]
+SYSTEM = {"role": "system", "content": "Be brief at 10:01."}
+SPELLED = [TINY.backend.token_to_id(letter) for letter in "They"]               # a text in four ids that encodes to two
+THOUGHT = "<think>\nThey greet.\n</think>\n\nHello"
+
+
+def set_(name, value):
+    return lambda chat: setattr(chat, name, value)
+
+
+def message(i, **changes):
+    return lambda chat: chat.messages.__setitem__(i, {**chat.messages[i], **changes})
+
+
+def replaced(*messages):
+    return lambda chat: setattr(chat, "messages", list(messages))
+
+
+PROVOKED = [  # cause, the message where they part, template (None: the built-in one), options, the two answers, what is done
+    ("cold", None, FULL, {}, "", lambda chat: chat.reset()),
+    ("cache off", None, FULL, {"prefix_cache": False}, "", None),
+    ("cannot rewind", None, FULL, {}, "", lambda chat: setattr(chat.engine, "rewinds", False)),
+    ("append-only", None, FULL, {}, "", None),
+    ("same prompt", None, FULL, {}, "", "regenerate"),
+    ("new conversation", 0, FULL, {}, "", replaced({"role": "user", "content": "Zebra?"})),
+    ("new conversation", 1, FULL, {}, "", replaced(SYSTEM, {"role": "user", "content": "Zebra?"})),
+    ("re-tokenised text", 2, FULL, {}, SPELLED, None),
+    ("tool definitions", 0, FULL, {"tools": TOOLS}, "", set_("tools", TOOLS[:1])),
+    ("tool definitions", 0, FULL, {"tools": TOOLS}, "", set_("tools", None)),
+    ("tool order", 0, FULL, {"tools": TOOLS}, "", set_("tools", TOOLS[::-1])),
+    ("tool order", 0, FULL, {"tools": TOOLS}, "", set_("tools", [{"description": "x", "name": "f"}, TOOLS[1]])),
+    ("template arguments", 0, FULL, {"template_arguments": {"mood": "sad"}}, "", set_("template_arguments", {"mood": "glad"})),
+    ("system prompt", 0, FULL, {}, "", message(0, content="Be brief or else.")),
+    ("system prompt", 0, FULL, {}, "", lambda chat: chat.messages.pop(0)),
+    ("system prompt", 0, FULL, {"system": None}, "", lambda chat: chat.messages.insert(0, SYSTEM)),
+    ("clock", 0, FULL, {}, "", message(0, content="Be brief at 10:02.")),
+    ("clock", 0, "{{ strftime_now('%H:%M') }}\n" + FULL, {}, "", None),
+    ("truncation", 1, FULL, {}, "", lambda chat: chat.messages.__delitem__(slice(1, 3))),
+    ("truncation", 0, FULL, {"system": None}, "", lambda chat: chat.messages.__delitem__(slice(2))),
+    ("edited message", 1, FULL, {}, "", message(1, content="Howdy")),
+    ("edited message", 2, FULL, {}, "", message(2, content="Hallo")),
+    ("edited message", 3, FULL, {}, "", message(3, role="tool")),
+    ("edited message", 4, FULL, {}, "", lambda chat: chat.messages.pop(4)),
+    ("generation-prompt think block", 4, None, {"template_arguments": {"enable_thinking": False}}, "", None),
+    ("stripped reasoning", 4, None, {}, THOUGHT, None),
+    ("template re-rendering", 3, ENDING, {}, "", None),
+]
+
+
+@pytest.mark.parametrize(("cause", "at", "source", "options", "second", "then"), PROVOKED, ids=[f"{one[0]} {i}" for i, one in enumerate(PROVOKED)])
+def test_every_cause_with_its_place_both_sides_and_what_it_cost(cause, at, source, options, second, then, monkeypatch):
+    hour = iter(range(1000))
+    monkeypatch.setattr(template_module, "now", lambda: datetime.datetime(2024, 1, 1) + datetime.timedelta(hours=next(hour)))
+    tokenizer = toy(source) if source else TINY
+    ids = second if isinstance(second, list) else tokenizer.encode(second or "Very well, thank you.")
+    answers = [tokenizer.encode("Hello to you"), ids, tokenizer.encode("!")]
+    if cause == "re-tokenised text":
+        answers = [ids, answers[0], answers[2]]                               # it shows one turn later
+        chat = Chat(Scripted(answers), tokenizer, **{"system": SYSTEM["content"]} | options)
+        say(chat, "Hi")
+    else:
+        chat = Chat(Scripted(answers), tokenizer, **{"system": SYSTEM["content"]} | options)
+        say(chat, "Hi"), say(chat, "How are you?")
+    held = chat.engine.tokens
+    if then and then != "regenerate":
+        then(chat)
+        held = chat.engine.tokens
+    list(chat.regenerate()) if then == "regenerate" else say(chat, "More")
+    turn, found = chat.turns[-1], chat.turns[-1].explain()
+    prompt = turn._explain.args[3].ids                                        # the clock has gone on since
+    assert found.cause == cause and (found.message, found.role) == (at, chat.messages[at]["role"] if at is not None else "")
+    common = naive_prefix(prompt, held)
+    lost = cause in ("cache off", "cannot rewind", "cold")
+    assert (found.prompt, found.held, found.reused) == (len(prompt), len(held), 0 if lost else min(common, len(prompt) - 1))
+    assert (found.reused, found.forwarded) == (turn.reused, turn.forwarded)
+    assert found.avoidable == max(0, min(len(held), len(prompt) - 1) - found.reused)
+    assert (found.avoidable == 0) == (cause in ("cold", "append-only", "same prompt"))
+    if at is None:
+        assert (found.held_ids, found.prompt_ids) == ([], [])
+    else:
+        assert (found.held_ids, found.prompt_ids) == (held[common:common + 8], prompt[common:common + 8])
+        assert found.held_text == tokenizer.decode(held[common:common + 8], skip_special_tokens=False)
+        assert found.prompt_text == tokenizer.decode(prompt[common:common + 8], skip_special_tokens=False)
+    lines = str(found).splitlines()
+    assert lines[0].startswith(f"{found.reused} of {len(prompt)} prompt tokens reused, {found.forwarded} forwarded")
+    assert lines[1].startswith(f"{cause}: {CAUSES[cause]}") and (f"at message {at} ({found.role})" in lines) == (at is not None)
+
+
+def test_every_cause_there_is_was_provoked():
+    assert {one[0] for one in PROVOKED} == set(CAUSES)
+
+
+def test_a_window_that_slides_keeps_its_head_only():
+    """G12: each turn the oldest question and answer are dropped, and each turn all but the system prompt runs again."""
+    on, off = (Chat(Scripted([TINY.encode("Yes.")] * 5), toy(), cache, system="Be brief.") for cache in (True, False))
+    head = len(TINY.encode("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"))
+    for number, text in enumerate(["Apple?", "Banana?", "Cherry?", "Date?", "Elder?"]):
+        for chat in (on, off):
+            if number > 1:
+                del chat.messages[1:3]
+            say(chat, text)
+        same_turn(on, off)
+        if number > 1:
+            found = on.turns[-1].explain()
+            assert (found.cause, found.detail, found.message, found.reused) == ("truncation", "2 messages", 1, head)
+
+
+def test_a_message_is_found_though_the_template_does_not_show_its_tool_calls():
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    found = list(walk(TINY, PARSERS["qwen3"], [USER, answer("", tool_calls=[call]), MORE], {}))[1]
+    assert (found.cause, found.message, found.role) == ("template re-rendering", 1, "assistant")
 
 
 # From written conversations, on templates of our own

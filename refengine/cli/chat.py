@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
             _line(console, chat, line)
         except (RefengineError, ValueError) as error:
             console.print(str(error), style="red", markup=False)
+        except KeyboardInterrupt:  # before there was an answer to stop
+            print()
 
 
 def _line(console: Console, chat: Chat, line: str) -> None:

@@ -10,6 +10,7 @@ from refengine.cli import setup
 from refengine.errors import TokenizerError
 from refengine.lint_template import walk
 from refengine.parsers import parser_named
+from refengine.template import plain_messages
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,4 +36,10 @@ def _transcript(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise TokenizerError(f"{path}: it should be a list of messages, or an object with messages, tools, documents and "
                              "template_arguments")
     extra = given.get("template_arguments", {})
+    if not isinstance(extra, dict) or {"messages", "spoken", "control_in_text"} & extra.keys():
+        raise TokenizerError(f"{path}: template_arguments is {extra!r:.80}, not an object of the template's own arguments")
+    for i, message in enumerate(plain_messages(messages)):
+        raw, ids = message.get("raw", ""), message.get("ids", [])
+        if not isinstance(raw, str) or not isinstance(ids, list) or not all(type(id) is int and 0 <= id < 2**32 for id in ids):
+            raise TokenizerError(f"{path}: raw of messages[{i}] should be a text and its ids a list of token ids")
     return messages, {**{name: given[name] for name in ("tools", "documents") if given.get(name)}, **extra}
