@@ -1,4 +1,5 @@
-"""The tiny random models that tests and proofs share, as fixtures; conftest.py of both imports them. Floor 9."""
+"""The tiny random models that tests and proofs share, and Qwen3's tokenizer, as fixtures for conftest.py. Floor 9."""
+import os
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from refengine.model import Model, load_model
 from refengine.safetensors_file import SafetensorsFile, write_safetensors
 from refengine.synth import write_checkpoint
+from refengine.tokenizer import Tokenizer, load_folder_tokenizer
 
 # The model "T" of the cases: heads x head_dim is not hidden, GQA, norm weights that are not 1, kv heads that differ.
 T_CONFIG = {"model_type": "qwen3", "hidden_act": "silu", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,3 +51,12 @@ def write_ties(folder: Path) -> None:
     head = tensors["lm_head.weight"][1]
     head[1::2] = head[::2]
     write_safetensors(folder / "model.safetensors", tensors)
+
+
+@pytest.fixture(scope="session")
+def qwen3() -> Tokenizer:
+    """Qwen3's tokenizer, for tests marked `real`."""
+    folder = os.environ.get("REFENGINE_QWEN3_TOKENIZER", "")
+    if not (Path(folder) / "tokenizer.json").is_file():
+        pytest.fail("set REFENGINE_QWEN3_TOKENIZER to a folder with Qwen3's tokenizer.json and tokenizer_config.json")
+    return load_folder_tokenizer(Path(folder), (151645,))

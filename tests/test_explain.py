@@ -1,7 +1,5 @@
 """Why a turn reused what it reused: the place, both sides, the message and the cause, each provoked on purpose."""
 import datetime
-import os
-from pathlib import Path
 
 import pytest
 from helpers import Scripted, both_engines, make_chat, naive_prefix, same_turn, say
@@ -9,12 +7,13 @@ from hypothesis import given, settings, strategies as st
 
 from refengine import template as template_module
 from refengine.chat import Chat
+from refengine.errors import TokenizerError
 from refengine.explain import CAUSES
 from refengine.lint_template import lint, walk
 from refengine.model import load_tokenizer
 from refengine.parsers import PARSERS, parser_named
 from refengine.template import ChatTemplate
-from refengine.tokenizer import Tokenizer, load_folder_tokenizer
+from refengine.tokenizer import Tokenizer
 
 TINY = load_tokenizer("tiny")
 USER, MORE = {"role": "user", "content": "Hi"}, {"role": "user", "content": "More"}
@@ -238,6 +237,27 @@ def test_a_message_is_found_though_the_template_does_not_show_its_tool_calls():
 
 # From written conversations, on templates of our own
 
+ROUGH = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool"])}, optional={
+    "content": st.none() | st.sampled_from(["", "Hi", "\n\n", "<think>a</think>\n\nb", "<|im_end|>", "漢字🙂", "12:30"]) | st.lists(st.just({"text": "x"})),
+    "reasoning": st.sampled_from(["", "hm", 3]), "raw": st.sampled_from(["", "<think>a</think>", "Hi"]),
+    "ids": st.lists(st.integers(0, 511), max_size=3), "tool_calls": st.lists(st.sampled_from([
+        {"function": {"name": "f"}}, {"name": "f", "arguments": "{}"}, {"function": {"name": "f", "arguments": {"a": "</tool_call>"}}}, {}, 3]), max_size=2)})
+
+
+@given(st.lists(ROUGH, max_size=6), st.sampled_from([None, FULL, ENDING, FULL + "{{ messages[-1].content[3:] }}", "{{ messages | tojson }}"]),
+       st.sampled_from([*PARSERS]))
+def test_what_is_said_of_a_written_conversation_is_always_counted_right(messages, source, parser):
+    """Whatever it holds. What no template renders is a TokenizerError."""
+    tokenizer = toy(source) if source else TINY
+    try:
+        found = list(walk(tokenizer, PARSERS[parser], messages, {}))
+    except TokenizerError:
+        return
+    assert len(found) == sum(one["role"] == "assistant" for one in messages) + (bool(messages) and messages[-1]["role"] != "assistant")
+    for one in found:
+        assert one.cause in CAUSES and 0 <= one.avoidable <= one.forwarded and str(one)
+        assert one.message is None or one.role == messages[one.message]["role"]
+
 def test_a_template_that_changes_an_earlier_message_is_caught_at_its_index():
     """G4: an earlier user message lost its suffix when a new one arrived."""
     source = PLAIN.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'user' and loop.revindex <= 2 %} /think{% endif %}")
@@ -249,6 +269,20 @@ def test_a_template_that_changes_an_earlier_message_is_caught_at_its_index():
 def test_an_append_only_template_is_found_to_be_one():
     assert causes(toy(), [USER, answer("Hello"), MORE, answer("Yes"), MORE]) == ["cold", "append-only", "append-only"]
     assert all(finding.append_only for finding in lint(toy(), PARSERS["plain"], conversations=5) if finding.kind in ("plain", "whitespace"))
+
+
+def test_lint_names_the_first_message_that_changes_and_says_what_it_refuses():
+    """G4. On a shortest conversation, and with a seed always on the same."""
+    found = {finding.kind: finding for finding in lint(toy(ENDING), PARSERS["plain"], conversations=6)}
+    for finding in found.values():
+        users = [i for i, one in enumerate(finding.conversation) if one["role"] == "user"]
+        assert not finding.append_only and finding.message in users[:2] and finding.explanation.cause == "template re-rendering"
+        assert finding.breaks < finding.turns, "the first turn has nothing to break"
+    again = {finding.kind: finding for finding in lint(toy(ENDING), PARSERS["plain"], conversations=6)}
+    assert found == again != {finding.kind: finding for finding in lint(toy(ENDING), PARSERS["plain"], conversations=6, seed=1)}
+    no_tools = toy("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + PLAIN)
+    refused = {finding.kind: finding.refused for finding in lint(no_tools, PARSERS["plain"], conversations=2)}
+    assert {kind for kind in refused if refused[kind]} == {"tools", "thinking and tools"} and "no tools here" in refused["tools"]
 
 
 def test_the_clock_of_a_template_is_found(monkeypatch):
@@ -265,14 +299,6 @@ def test_harmonys_analysis_is_stripped_reasoning():
 
 
 # On Qwen3's
-
-@pytest.fixture(scope="module")
-def qwen3():
-    folder = os.environ.get("REFENGINE_QWEN3_TOKENIZER", "")
-    if not (Path(folder) / "tokenizer.json").is_file():
-        pytest.fail("set REFENGINE_QWEN3_TOKENIZER to a folder with Qwen3's tokenizer.json and tokenizer_config.json")
-    return load_folder_tokenizer(Path(folder), (151645,))
-
 
 def qwen3_walk(tokenizer, messages, **arguments):
     return list(walk(tokenizer, parser_named(None, tokenizer), messages, arguments))
@@ -328,11 +354,29 @@ def test_the_order_of_keys_is_the_callers(qwen3):
 
 
 @pytest.mark.real
+@pytest.mark.parametrize(("content", "rest", "short"), [("", "", None), ("x\n", "x\n\n", None), ("\n\n", "\n\n\n", 1), ("\nx", "\nx\n", 1)])
+def test_newlines_around_the_content_of_a_tool_call(qwen3, content, rest, short):
+    """G6: 244 tokens ran again. All that the template writes is what was generated, but for the ids: the prompt's own last
+    newline and those that the answer begins with encode to one id together."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [USER, answer(content, tool_calls=[call]), {"role": "tool", "content": "t"}]
+    first = qwen3.encode_chat(messages[:1])
+    generated = f'{rest}<tool_call>\n{{"name": "f", "arguments": {{"a": 1}}}}\n</tool_call>'
+    assert qwen3.render(messages).startswith(first.text + generated + "<|im_end|>")
+    found = qwen3_walk(qwen3, messages)[1]
+    assert found.held == len(first.ids) + len(qwen3.encode(generated))
+    assert (found.cause, found.reused) == (("re-tokenised text", len(first.ids) - short) if short else ("append-only", found.held))
+
+
+@pytest.mark.real
 def test_what_lint_says_of_qwen3s_template(qwen3):
     found = {finding.kind: finding for finding in lint(qwen3, parser_named(None, qwen3), conversations=8)}
     assert found["plain"].append_only and found["tools"].append_only
     assert {kind: found[kind].explanation.cause for kind in found if not found[kind].append_only} == {
         "whitespace": "re-tokenised text", "thinking": "stripped reasoning", "no thinking": "generation-prompt think block",
         "thinking and tools": "stripped reasoning"}
-    for finding in found.values():
+    for kind, finding in found.items():
         assert finding.append_only or finding.conversation[finding.message]["role"] == "assistant"
+        if "thinking" in kind:
+            first = [message["role"] for message in finding.conversation].index("assistant")
+            assert finding.message == first and finding.explanation.message == first and not finding.append_only

@@ -1,14 +1,12 @@
 """Renders are transformers' to the byte: Qwen3's real template from goldens and side by side, small templates side by side."""
 import json
 import os
-from pathlib import Path
 
 import pytest
 from make_renders import GOLDENS, TOOLS, conversations, digest
 
 from refengine.errors import TokenizerError
 from refengine.template import ChatTemplate
-from refengine.tokenizer import load_folder_tokenizer
 
 SMALL = ["{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}",
          "{%- for m in messages -%} {{ m['content'] or '' }} {%- if not loop.last %}|{% endif -%} {%- endfor %}",
@@ -21,14 +19,6 @@ SMALL = ["{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | tr
          "{% for m in messages if m.role != 'tool' %}{% if loop.index > 2 %}{% break %}{% endif %}  {{ m.content }}\n  {% endfor %}",
          "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
          "{% macro show(m) %}<{{ m.thinking }}|{{ m.reasoning_content }}>{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}"]
-
-
-@pytest.fixture(scope="module")
-def qwen3():
-    folder = os.environ.get("REFENGINE_QWEN3_TOKENIZER", "")
-    if not (Path(folder) / "tokenizer.json").is_file():
-        pytest.fail("set REFENGINE_QWEN3_TOKENIZER to a folder with Qwen3's tokenizer.json and tokenizer_config.json")
-    return load_folder_tokenizer(Path(folder), (151645,))
 
 
 @pytest.mark.real

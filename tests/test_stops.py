@@ -94,3 +94,44 @@ def test_any_of_several_stop_ids_ends_an_answer(kind, count):
     assert (chat.turns[-1].ids, chat.turns[-1].finish_reason) == (full.turns[0].ids[:end + 1], "stop")
     assert text == chat.tokenizer.decode(full.turns[0].ids[:end])
     assert chat.engine.processed_token_count == chat.turns[-1].prompt + end
+
+
+@both_engines
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_cancelled_answer_keeps_what_was_shown_and_the_cache_what_was_generated(kind, pieces):
+    """Also while the beginning of a stop string is held back: that was generated, but not shown."""
+    _, text = whole(kind)
+    chat, off = (make_chat(kind, cache, max_tokens=24, stop=[text[5:8] + "?"]) for cache in (True, False))
+    for one in (chat, off):
+        stream = one.send("Hello")
+        shown = "".join(next(stream) for _ in range(pieces))
+        stream.close()
+        turn = one.turns[-1]
+        assert (turn.text, turn.finish_reason, one.messages[-1]["content"]) == (shown, "cancelled", shown)
+        assert text.startswith(shown) and one.tokenizer.decode(turn.ids).startswith(shown)
+        assert one.engine.tokens == one.prompt(one.messages[:2]).ids + turn.ids[:-1]
+    same_turn(chat, off)
+    held = chat.engine.tokens
+    for one in (chat, off):
+        say(one, "And now?")
+    same_turn(chat, off)
+    assert chat.turns[-1].reused == naive_prefix(chat.prompt(chat.messages[:4]).ids, held)
+
+
+@both_engines
+def test_at_the_limit_the_cache_holds_all_but_the_last_id(kind):
+    chat = make_chat(kind, max_tokens=5)
+    say(chat, "Hello")
+    turn = chat.turns[-1]
+    assert (turn.generated, turn.finish_reason) == (5, "length")
+    assert chat.engine.tokens == chat.prompt(chat.messages[:2]).ids + turn.ids[:4]
+
+
+@both_engines
+def test_a_full_cache_ends_an_answer_and_keeps_it(kind):
+    full, _ = whole(kind)
+    chat = make_chat(kind, max_tokens=24, capacity=full.turns[0].prompt + 4)
+    say(chat, "Hello")
+    turn = chat.turns[-1]
+    assert turn.finish_reason == "capacity" and turn.ids == full.turns[0].ids[:turn.generated] and turn.generated >= 4
+    assert chat.engine.tokens == chat.prompt(chat.messages[:2]).ids + turn.ids[:4]
