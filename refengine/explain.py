@@ -193,6 +193,6 @@ def _changed_messages(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> t
         rest = was[dropped:]
         if now[head:head + len(rest)] == rest and same <= head:
             return "truncation", f"{dropped - head} messages"
-    if same <= head and not any(message in was for message in now[head:]):
+    if not any(message in was for message in now[head:]):
         return "new conversation", ""
     return "edited message", f"message {same}"

@@ -85,7 +85,7 @@ def walk(tokenizer: Tokenizer, parser: Parser, messages: list[Message], argument
 def generation(tokenizer: Tokenizer, parser: Parser, messages: list[Message], prompt: Prompt) -> str:
     """The raw text that an assistant message, the last, was read from: "raw" if it has that; else what the template would
     have it be, or its reasoning, content and tool calls as its family writes them. Without the last stop token."""
-    answer = plain_messages(messages[-1:])[0]
+    answer = messages[-1]
     if "raw" in answer:
         return answer["raw"]
     content = str(answer.get("content") or "")

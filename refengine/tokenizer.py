@@ -51,8 +51,8 @@ class Tokenizer:
         special = [(id, token) for id, token in backend.get_added_tokens_decoder().items() if token.special and token.content]
         self.control = {token.content: id for id, token in special}
         longest_first = sorted((token for _, token in special), key=lambda token: -len(token.content))
-        self._special = re.compile("(" + ("|".join(r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
-                                                   for token in longest_first) or "(?!)") + ")")
+        self._special = re.compile("(" + "|".join(r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+                                                  for token in longest_first) + ")")
         self._lock = threading.RLock()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

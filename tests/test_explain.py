@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from refengine import template as template_module
 from refengine.chat import Chat
 from refengine.errors import TokenizerError
-from refengine.explain import CAUSES
+from refengine.explain import CAUSES, Prompt, explain
 from refengine.lint_template import lint, walk
 from refengine.model import load_tokenizer
 from refengine.parsers import PARSERS, parser_named
@@ -164,10 +164,14 @@ PROVOKED = [  # cause, the message where they part, template (None: the built-in
     ("edited message", 1, FULL, {}, "", message(1, content="Howdy")),
     ("edited message", 2, FULL, {}, "", message(2, content="Hallo")),
     ("edited message", 3, FULL, {}, "", message(3, role="tool")),
+    ("edited message", 4, FULL, {}, SPELLED, message(4, content="Xhey")),       # where the ids are not those of the text either
     ("edited message", 4, FULL, {}, "", lambda chat: chat.messages.pop(4)),
     ("generation-prompt think block", 4, None, {"template_arguments": {"enable_thinking": False}}, "", None),
     ("stripped reasoning", 4, None, {}, THOUGHT, None),
     ("template re-rendering", 3, ENDING, {}, "", None),
+    ("template re-rendering", 3, ENDING + "{% if add_generation_prompt %}<think>{% endif %}", {}, "", None),
+    ("template re-rendering", 3, ENDING + "{% if not add_generation_prompt %}{{ raise_exception('never so') }}{% endif %}", {}, "", None),
+    ("template re-rendering", 4, FULL + "{% if add_generation_prompt %}>> {% endif %}", {}, "", None),
 ]
 
 
@@ -214,6 +218,34 @@ def test_every_cause_there_is_was_provoked():
     assert {one[0] for one in PROVOKED} == set(CAUSES)
 
 
+def test_on_an_engine_that_another_chat_used_it_is_a_new_conversation():
+    engine = Scripted([TINY.encode("Yes.")] * 2)
+    for text in ("Apple?", "Banana?"):
+        chat, held = Chat(engine, toy(), system="Be brief."), engine.tokens
+        say(chat, text)
+    found = chat.turns[0].explain()
+    assert (found.cause, found.message, found.reused) == ("new conversation", 1, naive_prefix(chat.prompt(chat.messages[:2]).ids, held))
+
+
+@pytest.mark.parametrize(("held", "cause"), [([1, 2, 3, 9], "same prompt"), ([1, 2, 3], "same prompt"), ([1, 2], "append-only"), ([1, 2, 4], "new conversation"),
+                                             ([1], "append-only"), ([], "cold")])
+def test_a_prompt_is_held_whole_only_with_its_last_token(held, cause):
+    prompt = Prompt([USER], {}, TINY.decode([1, 2, 3]), [1, 2, 3])
+    assert explain(toy(), PARSERS["plain"], held, prompt).cause == cause
+
+
+def test_arguments_of_a_tool_call_that_were_edited_are_found_at_their_message():
+    source = FULL.replace("{{ m.content }}", "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    chat = Chat(Scripted([TINY.encode("Yes.")] * 2), toy(source))
+    chat.messages = [USER, answer("I ask.", tool_calls=[call]), {"role": "tool", "content": "t"}, answer("So.")]
+    say(chat, "Apple?")
+    chat.messages[1]["tool_calls"] = [{**call, "function": {"name": "f", "arguments": {"a": 2}}}]
+    say(chat, "Banana?")
+    found = chat.turns[1].explain()
+    assert (found.cause, found.message, found.detail) == ("edited message", 1, "message 1")
+
+
 def test_a_window_that_slides_keeps_its_head_only():
     """G12: each turn the oldest question and answer are dropped, and each turn all but the system prompt runs again."""
     on, off = (Chat(Scripted([TINY.encode("Yes.")] * 5), toy(), cache, system="Be brief.") for cache in (True, False))
@@ -227,6 +259,15 @@ def test_a_window_that_slides_keeps_its_head_only():
         if number > 1:
             found = on.turns[-1].explain()
             assert (found.cause, found.detail, found.message, found.reused) == ("truncation", "2 messages", 1, head)
+
+
+def test_a_message_is_found_though_the_template_allows_one_tool_call_only():
+    """As Llama 3.1's does."""
+    source = FULL.replace("{{ m.content }}", "{% for call in m.tool_calls or [] %}{% if loop.last and not loop.first %}{{ raise_exception('one') }}"
+                          "{% endif %}{{ call | tojson }}{% endfor %}{{ m.content }}")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    found = list(walk(toy(source), PARSERS["plain"], [USER, answer("", tool_calls=[call]), MORE], {}))[1]
+    assert (found.cause, found.message, found.role) == ("template re-rendering", 1, "assistant")
 
 
 def test_a_message_is_found_though_the_template_does_not_show_its_tool_calls():
@@ -244,7 +285,7 @@ ROUGH = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "sy
         {"function": {"name": "f"}}, {"name": "f", "arguments": "{}"}, {"function": {"name": "f", "arguments": {"a": "</tool_call>"}}}, {}, 3]), max_size=2)})
 
 
-@given(st.lists(ROUGH, max_size=6), st.sampled_from([None, FULL, ENDING, FULL + "{{ messages[-1].content[3:] }}", "{{ messages | tojson }}"]),
+@given(st.lists(ROUGH | st.sampled_from([3, {"content": "x"}]), max_size=6), st.sampled_from([None, FULL, ENDING, FULL + "{{ messages[-1].content[3:] }}", "{{ messages | tojson }}"]),
        st.sampled_from([*PARSERS]))
 def test_what_is_said_of_a_written_conversation_is_always_counted_right(messages, source, parser):
     """Whatever it holds. What no template renders is a TokenizerError."""

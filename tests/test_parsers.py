@@ -35,6 +35,7 @@ def test_plain_and_qwen3_pass_the_text_through_unchanged(raw):
     ('<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>', "", 1), ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "", 0),
     ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", 0), ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "", 0),
     ('</tool_call><tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call><tool_call>{', "", 1),
+    ('<tool_call>oh <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "", 0),
     ("<tool_call>{broken</tool_call>", "", 0), ('<tool_call>["a"]</tool_call>', "", 0), ('<tool_call>{"name": "weather"', "", 0)])
 def test_qwen3_finds_reasoning_and_tool_calls(raw, reasoning, calls):
     reply = QWEN3.parse(raw)
@@ -51,6 +52,7 @@ ASK = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|
     (THOUGHT + THOUGHT + FINAL, "It is Paris.", "Think.\nThink.", 0), (THOUGHT.removesuffix("k.<|end|>"), "", "Thin", 0),
     (THOUGHT + FINAL.removesuffix(".<|return|>"), "It is Paris", "Think.", 0), (THOUGHT + ASK[:-10], "", "Think.", 0), ("no channels", "", "", 0), ("", "", "", 0),
     ("<|channel|>final<|message|>a <b> c<|end|>", "a <b> c", "", 0), (ASK.replace('{"city": "Rome"}', "[1]"), "", "", 0),
+    (ASK.removesuffix("<|call|>"), "", "", 0),
     ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}", "", 0), ("<|channel|>commentary<|message|>I will ask.<|end|>" + ASK, "", "", 1),
     ('<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>', "", "", 1),
     ('<|channel|>commentary to=weather<|message|>{"city": "Rome"}<|end|>' + FINAL, "It is Paris.", "", 1),

@@ -1,9 +1,14 @@
 """Where an answer ends: stop strings wherever the tokens' borders are, several stop ids, the length; and what is held then."""
+import json
+
 import pytest
-from helpers import both_engines, make_chat, naive_prefix, same_turn, say
+import tokenizers
+from helpers import Scripted, both_engines, make_chat, naive_prefix, same_turn, say
 from hypothesis import example, given, strategies as st
 
-from refengine.tokenizer import StopText
+from refengine.chat import Chat
+from refengine.model import load_tokenizer
+from refengine.tokenizer import StopText, Tokenizer
 
 PIECES = st.lists(st.text("ab<|>", max_size=4), max_size=8)
 
@@ -32,6 +37,26 @@ def test_only_what_could_become_a_stop_string_is_held_back():
     stop = StopText(["</s>"])
     assert [stop.push(piece) for piece in ("a<", "b", "</", "x", "y</s", ">z")] == ["a", "<b", "", "</x", "y", ""]
     assert stop.found == "</s>"
+
+
+@pytest.mark.parametrize("stops", [["ab", "a"], ["a", "ab"], ["b", "ab", "a"]])
+def test_of_two_stop_strings_in_one_place_the_one_named_first_is_found(stops):
+    stop = StopText(stops)
+    assert stop.push("xab") == "x" and stop.found == next(one for one in stops if one != "b")
+
+
+def test_half_a_character_after_a_stop_string_is_not_shown():
+    """A space and the first byte of a character are one token in real vocabularies."""
+    raw = json.loads(load_tokenizer("tiny").backend.to_str())
+    model, last = raw["model"], "".join(raw["model"]["merges"][-1])
+    model["merges"][-1], half = ["\u0120", "\u00e2"], model["vocab"].pop(last)    # 20 and E2, as byte-level BPE writes them
+    model["vocab"]["\u0120\u00e2"] = half
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(raw)), load_tokenizer("tiny").template, ())
+    ids = [*tokenizer.encode("one"), half]
+    assert tokenizer.decode(ids) == "one \ufffd"
+    for stop, text in ((" ", "one"), ("!", "one \ufffd")):
+        chat = Chat(Scripted([ids]), tokenizer, stop=stop)
+        assert say(chat, "Hello") == text
 
 
 @pytest.mark.parametrize("bad", ["", None, 3, b"x"])

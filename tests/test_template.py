@@ -177,7 +177,8 @@ def test_a_template_that_fails_is_one_error_that_says_why(source, why):
     "{% for x in [1] %}{{ loop.__init__.__globals__['sys'] }}{% endfor %}", "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__['x'] }}",
     "{{ caller.__globals__['x'] }}", "{{ (messages|list).append(1) }}", "{{ messages.append(1) }}", "{{ messages[0].update({'a': 1}) }}",
     "{{ messages[0].pop('role') }}", "{% set _ = messages.clear() %}", "{{ messages[0].__setitem__('role', 1) }}", "{{ open('/etc/passwd') }}",
-    "{% import 'os' as os %}", "{{ ''.join.__self__.__class__.__subclasses__() }}"])
+    "{{ dict.update(messages[0], {'a': 1}) }}", "{{ dict.pop(messages[0], 'role') }}", "{{ dict.__subclasses__() }}",
+    "{% set ns = namespace() %}{{ ns.__init__.__globals__ }}", "{{ ({} | attr('update'))(messages[0], a=1) }}", "{% import 'os' as os %}", "{{ ''.join.__self__.__class__.__subclasses__() }}"])
 def test_a_template_reaches_neither_python_nor_the_messages(source):
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(TokenizerError):
@@ -204,6 +205,19 @@ def test_a_template_can_neither_hang_nor_fill_memory(source, one_second):
     with pytest.raises(TokenizerError, match="chat template"):
         render(source)
     assert render("{{ 1 + 1 }}") == "2", "and the next one renders"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+def test_what_needs_too_much_memory_says_so():
+    with pytest.raises(TokenizerError, match="failed: it needs more than 1024 MiB of memory"):
+        render("{{ ('x' * n) | length }}", n=15 * 10**8)
+    assert render("{{ ('x' * n) | length }}", n=10**6) == "1000000"
+
+
+def test_what_renders_too_much_says_so():
+    with pytest.raises(TokenizerError, match="failed: it rendered more than 33554432 characters"):
+        render("{% for i in range(5) %}{{ 'x' * 9999999 }}{% endfor %}")
+    assert len(render("{{ 'x' * 9999999 }}")) == 9999999
 
 
 def test_what_took_too_long_says_so(one_second):
