@@ -102,3 +102,65 @@ def test_doctor_finds_this_machine_fit(capsys):
 def test_synth_writes_a_checkpoint_that_loads(tmp_path, capsys):
     assert main(["synth", "--shape", "tiny", "--seed", "4", str(tmp_path / "m")]) == 0
     assert main(["generate", "--model", str(tmp_path / "m"), "--max-tokens", "3", "Hello"]) == 0
+
+
+HI, CALL = {"role": "user", "content": "Hi"}, {"function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def explained(tmp_path, value):
+    (tmp_path / "t.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    return main(["explain", "--model", "tiny", str(tmp_path / "t.json")])
+
+
+def test_explain_says_of_each_turn_what_it_reused(tmp_path, capsys):
+    thought = "<think>\nhm\n</think>\n\nHello"
+    assert explained(tmp_path, {"messages": [HI, {"role": "assistant", "content": thought}, HI], "template_arguments": {"enable_thinking": True}}) == 0
+    out = capsys.readouterr().out
+    assert "turn 0: 0 of" in out and "turn 1: " in out and "stripped reasoning" in out and "at message 1 (assistant)" in out
+    assert int(out.splitlines()[-1].split()[0]) > 5 and out.splitlines()[-1].endswith("tokens forwarded again in all")
+
+
+@pytest.mark.parametrize(("value", "says"), [
+    ("{", "not a JSON file"), ('{"messages": ' + "[" * 5000, "not a JSON file"), (3, "a list of messages"), ([], "a list of messages"),
+    ({"messages": []}, "a list of messages"), ([3], "messages[0] is 3"), ([{"content": "x"}], "messages[0] is"), ([{"role": "user"}], "no attribute 'content'"),
+    ({"messages": [HI], "template_arguments": [1]}, "template_arguments is [1]"),
+    ({"messages": [HI], "template_arguments": {"messages": []}}, "template_arguments is"),
+    ([HI, {"role": "assistant", "content": "", "tool_calls": [3]}, HI], "messages[1].tool_calls[0] is 3"),
+    ([HI, {"role": "assistant", "content": "", "raw": 3}, HI], "raw of messages[1]"), ([HI, {"role": "assistant", "content": "", "ids": [-1]}, HI], "raw of messages[1]"),
+    ([{"role": "user", "content": "\ud800"}], "half a character")])
+def test_a_broken_transcript_is_one_line_on_stderr(value, says, tmp_path, capsys):
+    assert explained(tmp_path, value) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("call", [CALL, {"function": {"name": "f"}}, {"name": "f", "arguments": {}}, {}])
+def test_a_transcript_may_write_tool_calls_as_any_api_does(call, tmp_path, capsys):
+    assert explained(tmp_path, [HI, {"role": "assistant", "content": "", "tool_calls": [call]}, HI]) == 0
+    assert "template re-rendering" in capsys.readouterr().out, "this template does not show them"
+
+
+def test_lint_template_says_where_the_built_in_template_stops_being_append_only(capsys):
+    assert main(["lint-template", "tiny", "--conversations", "3"]) == 1
+    out = capsys.readouterr().out
+    assert "append-only  plain" in out and "NOT          thinking" in out and "stripped reasoning" in out and "generation-prompt think block" in out
+
+
+def test_ctrl_c_before_an_answer_leaves_the_chat_as_it_was(monkeypatch, capsys):
+    """While a template renders there is no answer yet to stop: it ended the session."""
+    from refengine import template
+
+    lines, render = iter(["Hello", "Hello again", "/stats"]), template._process.render
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, "/quit"))
+    rendered = []
+
+    def interrupted(request):
+        rendered.append(request)
+        if len(rendered) == 1:
+            raise KeyboardInterrupt
+        return render(request)
+
+    monkeypatch.setattr(template._process, "render", interrupted)
+    assert main(["chat", "--model", "tiny", "--max-tokens", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("PFXCACHE") == 1 and "Hello again" in rendered[1] and '"Hello"' not in rendered[1]

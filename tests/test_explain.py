@@ -261,6 +261,12 @@ def test_a_window_that_slides_keeps_its_head_only():
             assert (found.cause, found.detail, found.message, found.reused) == ("truncation", "2 messages", 1, head)
 
 
+def test_what_was_generated_is_the_raw_text_if_the_conversation_has_it():
+    messages = [USER, answer("Hello", raw="<think>\nThey greet.\n</think>\n\nHello"), MORE]
+    assert causes(toy(), messages, "qwen3") == ["cold", "stripped reasoning"]
+    assert causes(toy(), [USER, answer("Hello"), MORE], "qwen3") == ["cold", "append-only"]
+
+
 def test_a_message_is_found_though_the_template_allows_one_tool_call_only():
     """As Llama 3.1's does."""
     source = FULL.replace("{{ m.content }}", "{% for call in m.tool_calls or [] %}{% if loop.last and not loop.first %}{{ raise_exception('one') }}"
@@ -318,7 +324,9 @@ def test_lint_names_the_first_message_that_changes_and_says_what_it_refuses():
     for finding in found.values():
         users = [i for i, one in enumerate(finding.conversation) if one["role"] == "user"]
         assert not finding.append_only and finding.message in users[:2] and finding.explanation.cause == "template re-rendering"
-        assert finding.breaks < finding.turns, "the first turn has nothing to break"
+        assert finding.breaks < finding.turns and ("tools" in finding.kind or finding.breaks == finding.turns - 6), "the first turn has nothing to break"
+    short, long = ([len(one.conversation) for one in lint(toy(ENDING), PARSERS["plain"], conversations=count)] for count in (12, 1))
+    assert all(a <= b for a, b in zip(short, long)) and short != long
     again = {finding.kind: finding for finding in lint(toy(ENDING), PARSERS["plain"], conversations=6)}
     assert found == again != {finding.kind: finding for finding in lint(toy(ENDING), PARSERS["plain"], conversations=6, seed=1)}
     no_tools = toy("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + PLAIN)
