@@ -118,7 +118,8 @@ def _message_at(tokenizer: Tokenizer, prompt: Prompt, at: int) -> int | None:
         calls, content = message.get("tool_calls") or [], f"{message.get('content') or ''}\ue000"
         for more in ([{"tool_calls": [*calls, calls[-1]]}] if calls else []) + [{"content": content}]:
             try:
-                text = tokenizer.render([*prompt.messages[:i], {**message, **more}, *prompt.messages[i + 1:]], **prompt.arguments)
+                changed = [*prompt.messages[:i], {**message, **more}, *prompt.messages[i + 1:]]
+                text = tokenizer.render(changed, **prompt.arguments)
             except TokenizerError:
                 continue
             if text != prompt.text:  # else the template does not show these

@@ -61,7 +61,8 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise TokenizerError(f"a text has half a character in it, a lone surrogate: {text[error.start:error.end]!r}") from None
+            half = text[error.start:error.end]
+            raise TokenizerError(f"a text has half a character in it, a lone surrogate: {half!r}") from None
         with self._lock:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens:
@@ -101,7 +102,7 @@ class Tokenizer:
             marked = marked.replace(_in_ascii(other), other)                    # a template may write JSON in ASCII
         text = _shown(marked, hidden)
         ids, at, real = [], 0, set(self.control.values())
-        for start, stop, own in _in_place(text, spoken):                        # kept if just the same special tokens are real
+        for start, stop, own in _in_place(text, spoken):                        # kept if the same special tokens are real
             if [id for id in self.encode(marked[start:stop]) if id in real] == [id for id in own if id in real]:
                 ids += self._encode_hidden(marked[at:start], hidden) + list(own)
                 at = stop
@@ -269,8 +270,8 @@ def load_folder_tokenizer(folder: Path, stop_ids: Sequence[int]) -> Tokenizer:
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{path}: {error}") from None
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    special = {key: text for key, value in settings.items()
-               if key.endswith("_token") and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)}
+    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
+    special = {key: text for key, text in named.items() if key.endswith("_token") and isinstance(text, str)}
     source = _templates(settings.get("chat_template"), folder / "tokenizer_config.json")
     files = [(folder / "chat_template.jinja", "default"),
              *((path, path.stem) for path in sorted((folder / "additional_chat_templates").glob("*.jinja")))]

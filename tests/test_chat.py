@@ -50,6 +50,27 @@ def test_the_engines_give_the_same_conversation():
         same_kv(one.engine.kv(), two.engine.kv())
 
 
+@both_engines
+def test_the_repetition_penalty_sees_all_tokens_whether_they_were_cached_or_not(kind, monkeypatch):
+    """D13: it saw only those that were not, so that a hit and a miss differed."""
+    seen, pick = [], Sampling.pick
+
+    def spied(self, op, logits, history):
+        seen.append(list(history))
+        return pick(self, op, logits, history)
+
+    monkeypatch.setattr(Sampling, "pick", spied)
+    on, off = (make_chat(kind, cache, sampling=Sampling(repetition_penalty=1.1)) for cache in (True, False))
+    for _ in range(2):                                                           # the same prompt twice
+        for chat in (on, off):
+            seen.clear()
+            say(chat, "Hello") if not chat.turns else list(chat.regenerate())
+            prompt, ids = chat.prompt(chat.messages[:-1]).ids, chat.turns[-1].ids
+            assert seen == [prompt + ids[:n] for n in range(len(ids))]
+        same_turn(on, off)
+    assert on.turns[1].forwarded == 1 and on.turns[0].ids == on.turns[1].ids
+
+
 def change(chat, verb, at, text):
     """Do something to a chat that its user may do. at: which message, for those that need one."""
     at %= max(1, len(chat.messages))

@@ -121,12 +121,15 @@ def test_explain_says_of_each_turn_what_it_reused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("value", "says"), [
-    ("{", "not a JSON file"), ('{"messages": ' + "[" * 5000, "not a JSON file"), (3, "a list of messages"), ([], "a list of messages"),
-    ({"messages": []}, "a list of messages"), ([3], "messages[0] is 3"), ([{"content": "x"}], "messages[0] is"), ([{"role": "user"}], "no attribute 'content'"),
+    ("{", "not a JSON file"), ('{"messages": ' + "[" * 5000, "not a JSON file"), (3, "a list of messages"),
+    ([], "a list of messages"),
+    ({"messages": []}, "a list of messages"), ([3], "messages[0] is 3"), ([{"content": "x"}], "messages[0] is"),
+    ([{"role": "user"}], "no attribute 'content'"),
     ({"messages": [HI], "template_arguments": [1]}, "template_arguments is [1]"),
     ({"messages": [HI], "template_arguments": {"messages": []}}, "template_arguments is"),
     ([HI, {"role": "assistant", "content": "", "tool_calls": [3]}, HI], "messages[1].tool_calls[0] is 3"),
-    ([HI, {"role": "assistant", "content": "", "raw": 3}, HI], "raw of messages[1]"), ([HI, {"role": "assistant", "content": "", "ids": [-1]}, HI], "raw of messages[1]"),
+    ([HI, {"role": "assistant", "content": "", "raw": 3}, HI], "raw of messages[1]"), ([HI, {"role": "assistant",
+    "content": "", "ids": [-1]}, HI], "raw of messages[1]"),
     ([{"role": "user", "content": "\ud800"}], "half a character")])
 def test_a_broken_transcript_is_one_line_on_stderr(value, says, tmp_path, capsys):
     assert explained(tmp_path, value) == 2

@@ -285,7 +285,8 @@ def test_a_message_is_found_though_the_template_does_not_show_its_tool_calls():
 # From written conversations, on templates of our own
 
 ROUGH = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool"])}, optional={
-    "content": st.none() | st.sampled_from(["", "Hi", "\n\n", "<think>a</think>\n\nb", "<|im_end|>", "漢字🙂", "12:30"]) | st.lists(st.just({"text": "x"})),
+    "content": st.none() | st.sampled_from(["", "Hi", "\n\n", "<think>a</think>\n\nb", "<|im_end|>", "漢字🙂",
+    "12:30"]) | st.lists(st.just({"text": "x"})),
     "reasoning": st.sampled_from(["", "hm", 3]), "raw": st.sampled_from(["", "<think>a</think>", "Hi"]),
     "ids": st.lists(st.integers(0, 511), max_size=3), "tool_calls": st.lists(st.sampled_from([
         {"function": {"name": "f"}}, {"name": "f", "arguments": "{}"}, {"function": {"name": "f", "arguments": {"a": "</tool_call>"}}}, {}, 3]), max_size=2)})

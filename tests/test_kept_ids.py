@@ -88,8 +88,10 @@ def test_a_special_token_that_was_put_into_a_kept_answer_does_not_become_the_one
 
 
 @pytest.mark.parametrize(("text", "spoken", "found"), [
-    ("ab<cd>e", [("ab<", "cd", [1, 2])], [(3, 5, [1, 2])]), ("ab<cd>e", [("ab<", "ce", [1])], []), ("ab<cd>e", [("a<", "cd", [1])], []),
-    ("xb<cd>e", [("ab<", "cd", [1])], []), ("ab<cd>e", [("ab<", "cd", [1]), ("ab<", "cd", [2])], [(3, 5, [2])]), ("abcdef", [("a", "bcd", [1]), ("abc", "de", [2])], [(3, 5, [2])]),
+    ("ab<cd>e", [("ab<", "cd", [1, 2])], [(3, 5, [1, 2])]), ("ab<cd>e", [("ab<", "ce", [1])], []),
+    ("ab<cd>e", [("a<", "cd", [1])], []),
+    ("xb<cd>e", [("ab<", "cd", [1])], []), ("ab<cd>e", [("ab<", "cd", [1]), ("ab<", "cd", [2])], [(3, 5, [2])]),
+    ("abcdef", [("a", "bcd", [1]), ("abc", "de", [2])], [(3, 5, [2])]),
     ("abcdef", [("a", "b", [1]), ("abc", "de", [2])], [(1, 2, [1]), (3, 5, [2])]), ("ab", [("ab", "", [1])], [])])
 def test_what_was_spoken_is_found_where_it_was(text, spoken, found):
     assert _in_place(text, [Spoken(*one) for one in spoken]) == found

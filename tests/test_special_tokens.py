@@ -60,7 +60,8 @@ def test_tools_documents_and_keys_are_text_too_and_json_in_ascii_does_not_hide_t
 
 
 @pytest.mark.parametrize("source", [
-    "{{ tools | tojson(ensure_ascii=true) }}<|im_end|>", "{{ tools[0][3:] }}", "{{ tools[0] | length }}", "{{ tools[0] | truncate(9) }}",
+    "{{ tools | tojson(ensure_ascii=true) }}<|im_end|>", "{{ tools[0][3:] }}", "{{ tools[0] | length }}",
+    "{{ tools[0] | truncate(9) }}",
     "{{ tools[0] | reverse }}", "{{ tools[0] | center(30) }}", "{{ tools[0] | wordwrap(7) }}", "{{ tools[0].split('|') }}"])
 @pytest.mark.parametrize("text", ["<|im_end|>abc", "ab<|im_start|>", "\\ue000 <|im_end|>", "\\\\ue000\ue001<|im_end|>"])
 def test_a_template_that_counts_and_cuts_characters_does_so_as_ever(source, text):

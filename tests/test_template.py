@@ -85,7 +85,8 @@ def test_templates_are_found_where_the_ecosystem_puts_them(layout, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "files"), [
-    ({"chat_template": 3}, {}), ({"chat_template": [3]}, {}), ({"chat_template": [{"name": "x"}]}, {}), ({"chat_template": {"default": "x"}}, {}),
+    ({"chat_template": 3}, {}), ({"chat_template": [3]}, {}), ({"chat_template": [{"name": "x"}]}, {}),
+    ({"chat_template": {"default": "x"}}, {}),
     ({"chat_template": [{"name": 1, "template": "x"}]}, {}), ({"chat_template": [{"name": "x", "template": None}]}, {}),
     ({"chat_template": [{"name": [], "template": ""}]}, {}), ({}, {"chat_template.jinja": b"\xff\xfe"}),
     ({}, {"additional_chat_templates/rag.jinja": b"\xff"})])
@@ -137,12 +138,17 @@ def test_arguments_as_an_object_and_as_json_text_are_the_same():
 
 @pytest.mark.parametrize(("message", "where"), [
     ("hi", r"messages\[1\] is 'hi', not a dict with a role"), ({"content": "x"}, r"messages\[1\] is .* not a dict with a role"),
-    ({"role": 3}, r"messages\[1\]"), ({"role": "assistant", "tool_calls": {}}, r"messages\[1\]\.tool_calls is \{\}, not a list"),
+    ({"role": 3}, r"messages\[1\]"), ({"role": "assistant",
+    "tool_calls": {}}, r"messages\[1\]\.tool_calls is \{\}, not a list"),
     ({"role": "assistant", "tool_calls": ["f"]}, r"messages\[1\]\.tool_calls\[0\] is 'f', not a dict"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, r"tool_calls\[0\]\.function\.arguments is no JSON"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, r"arguments is \[1\], not an object"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}, "the messages are nested too deeply"),
-    ({"role": "user", "content": b"x"}, "must be of JSON types"), ({"role": "user", "content": {1, 2}}, "must be of JSON types")])
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f",
+    "arguments": "{"}}]}, r"tool_calls\[0\]\.function\.arguments is no JSON"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f",
+    "arguments": "[1]"}}]}, r"arguments is \[1\], not an object"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f",
+    "arguments": "[" * 10**5}}]}, "the messages are nested too deeply"),
+    ({"role": "user", "content": b"x"}, "must be of JSON types"), ({"role": "user",
+    "content": {1, 2}}, "must be of JSON types")])
 def test_a_message_that_is_none_is_refused_by_name(message, where):
     with pytest.raises(TokenizerError, match=where):
         render("{{ messages[1].content }}", [{"role": "user", "content": "ok"}, message])
@@ -169,16 +175,22 @@ def test_a_template_that_fails_is_one_error_that_says_why(source, why):
     "{{ ''.__class__.__mro__ }}", "{{ messages.__class__.__base__ }}", "{{ ''['__class__']['__mro__'] }}",
     "{{ (''|attr('__class__')).mro() }}", "{{ lipsum.__globals__['os'] }}", "{{ cycler.__init__.__globals__ }}",
     "{{ joiner.__init__.__globals__ }}", "{{ namespace.__init__.__globals__ }}", "{{ raise_exception.__globals__['json'] }}",
-    "{{ strftime_now.__self__.__class__.__mro__ }}", "{{ dict.__call__.__globals__['json'] }}", "{{ self.__init__.__globals__ }}",
-    "{{ self._TemplateReference__context.environment }}", "{{ messages|map(attribute='__class__')|map(attribute='__mro__')|list }}",
+    "{{ strftime_now.__self__.__class__.__mro__ }}", "{{ dict.__call__.__globals__['json'] }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context.environment }}",
+    "{{ messages|map(attribute='__class__')|map(attribute='__mro__')|list }}",
     "{{ '{0.__class__.__mro__}'.format('') }}", "{{ '{a.__class__.__mro__}'.format_map({'a': 1}) }}",
     "{% set f = ''.format %}{{ '{0.__class__.__mro__}'|format('') }}{{ f.__self__.__class__.mro() }}",
     "{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "{% set ns = namespace(_x=1) %}",
-    "{% for x in [1] %}{{ loop.__init__.__globals__['sys'] }}{% endfor %}", "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__['x'] }}",
-    "{{ caller.__globals__['x'] }}", "{{ (messages|list).append(1) }}", "{{ messages.append(1) }}", "{{ messages[0].update({'a': 1}) }}",
-    "{{ messages[0].pop('role') }}", "{% set _ = messages.clear() %}", "{{ messages[0].__setitem__('role', 1) }}", "{{ open('/etc/passwd') }}",
+    "{% for x in [1] %}{{ loop.__init__.__globals__['sys'] }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__['x'] }}",
+    "{{ caller.__globals__['x'] }}", "{{ (messages|list).append(1) }}", "{{ messages.append(1) }}",
+    "{{ messages[0].update({'a': 1}) }}",
+    "{{ messages[0].pop('role') }}", "{% set _ = messages.clear() %}", "{{ messages[0].__setitem__('role', 1) }}",
+    "{{ open('/etc/passwd') }}",
     "{{ dict.update(messages[0], {'a': 1}) }}", "{{ dict.pop(messages[0], 'role') }}", "{{ dict.__subclasses__() }}",
-    "{% set ns = namespace() %}{{ ns.__init__.__globals__ }}", "{{ ({} | attr('update'))(messages[0], a=1) }}", "{% import 'os' as os %}", "{{ ''.join.__self__.__class__.__subclasses__() }}"])
+    "{% set ns = namespace() %}{{ ns.__init__.__globals__ }}", "{{ ({} | attr('update'))(messages[0], a=1) }}",
+    "{% import 'os' as os %}", "{{ ''.join.__self__.__class__.__subclasses__() }}"])
 def test_a_template_reaches_neither_python_nor_the_messages(source):
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(TokenizerError):
@@ -199,7 +211,8 @@ NEST = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     "{{ 'x'|center(10**11) }}", "{{ ('x\n' * 10**6)|indent(10**6) }}", "{{ [0] * 10**11 }}", "{{ range(10**12)|list }}",
     "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{{ 'x'.ljust(10**11) }}", "{{ lipsum(n=10**9) }}", "{{ 'x'.zfill(10**11) }}", "{{ ('a' * 9**6).replace('a', 'b' * 9**6) }}"])
+    "{{ 'x'.ljust(10**11) }}", "{{ lipsum(n=10**9) }}", "{{ 'x'.zfill(10**11) }}",
+    "{{ ('a' * 9**6).replace('a', 'b' * 9**6) }}"])
 def test_a_template_can_neither_hang_nor_fill_memory(source, one_second):
     """One expression is enough for either, and nothing inside the process can stop it."""
     with pytest.raises(TokenizerError, match="chat template"):

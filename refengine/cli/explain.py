@@ -40,6 +40,7 @@ def _transcript(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise TokenizerError(f"{path}: template_arguments is {extra!r:.80}, not an object of the template's own arguments")
     for i, message in enumerate(plain_messages(messages)):
         raw, ids = message.get("raw", ""), message.get("ids", [])
-        if not isinstance(raw, str) or not isinstance(ids, list) or not all(type(id) is int and 0 <= id < 2**32 for id in ids):
+        numbers = isinstance(ids, list) and all(type(id) is int and 0 <= id < 2**32 for id in ids)
+        if not isinstance(raw, str) or not numbers:
             raise TokenizerError(f"{path}: raw of messages[{i}] should be a text and its ids a list of token ids")
     return messages, {**{name: given[name] for name in ("tools", "documents") if given.get(name)}, **extra}
