@@ -114,7 +114,8 @@ def explained(tmp_path, value):
 
 def test_explain_says_of_each_turn_what_it_reused(tmp_path, capsys):
     thought = "<think>\nhm\n</think>\n\nHello"
-    assert explained(tmp_path, {"messages": [HI, {"role": "assistant", "content": thought}, HI], "template_arguments": {"enable_thinking": True}}) == 0
+    assert explained(tmp_path, {"messages": [HI, {"role": "assistant", "content": thought}, HI],
+                                "template_arguments": {"enable_thinking": True}}) == 0
     out = capsys.readouterr().out
     assert "turn 0: 0 of" in out and "turn 1: " in out and "stripped reasoning" in out and "at message 1 (assistant)" in out
     assert int(out.splitlines()[-1].split()[0]) > 5 and out.splitlines()[-1].endswith("tokens forwarded again in all")

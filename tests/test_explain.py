@@ -17,7 +17,8 @@ from refengine.tokenizer import Tokenizer
 
 TINY = load_tokenizer("tiny")
 USER, MORE = {"role": "user", "content": "Hi"}, {"role": "user", "content": "More"}
-PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def answer(content, **rest):
@@ -175,7 +176,8 @@ PROVOKED = [  # cause, the message where they part, template (None: the built-in
 ]
 
 
-@pytest.mark.parametrize(("cause", "at", "source", "options", "second", "then"), PROVOKED, ids=[f"{one[0]} {i}" for i, one in enumerate(PROVOKED)])
+@pytest.mark.parametrize(("cause", "at", "source", "options", "second", "then"), PROVOKED,
+                         ids=[f"{one[0]} {i}" for i, one in enumerate(PROVOKED)])
 def test_every_cause_with_its_place_both_sides_and_what_it_cost(cause, at, source, options, second, then, monkeypatch):
     hour = iter(range(1000))
     monkeypatch.setattr(template_module, "now", lambda: datetime.datetime(2024, 1, 1) + datetime.timedelta(hours=next(hour)))
@@ -227,8 +229,8 @@ def test_on_an_engine_that_another_chat_used_it_is_a_new_conversation():
     assert (found.cause, found.message, found.reused) == ("new conversation", 1, naive_prefix(chat.prompt(chat.messages[:2]).ids, held))
 
 
-@pytest.mark.parametrize(("held", "cause"), [([1, 2, 3, 9], "same prompt"), ([1, 2, 3], "same prompt"), ([1, 2], "append-only"), ([1, 2, 4], "new conversation"),
-                                             ([1], "append-only"), ([], "cold")])
+@pytest.mark.parametrize(("held", "cause"), [([1, 2, 3, 9], "same prompt"), ([1, 2, 3], "same prompt"), ([1, 2], "append-only"),
+                                             ([1, 2, 4], "new conversation"), ([1], "append-only"), ([], "cold")])
 def test_a_prompt_is_held_whole_only_with_its_last_token(held, cause):
     prompt = Prompt([USER], {}, TINY.decode([1, 2, 3]), [1, 2, 3])
     assert explain(toy(), PARSERS["plain"], held, prompt).cause == cause
@@ -269,8 +271,8 @@ def test_what_was_generated_is_the_raw_text_if_the_conversation_has_it():
 
 def test_a_message_is_found_though_the_template_allows_one_tool_call_only():
     """As Llama 3.1's does."""
-    source = FULL.replace("{{ m.content }}", "{% for call in m.tool_calls or [] %}{% if loop.last and not loop.first %}{{ raise_exception('one') }}"
-                          "{% endif %}{{ call | tojson }}{% endfor %}{{ m.content }}")
+    source = FULL.replace("{{ m.content }}", "{% for call in m.tool_calls or [] %}"
+                          "{% if loop.last and not loop.first %}{{ raise_exception('one') }}{% endif %}{{ call | tojson }}{% endfor %}{{ m.content }}")
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     found = list(walk(toy(source), PARSERS["plain"], [USER, answer("", tool_calls=[call]), MORE], {}))[1]
     assert (found.cause, found.message, found.role) == ("template re-rendering", 1, "assistant")
@@ -289,10 +291,12 @@ ROUGH = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "sy
     "12:30"]) | st.lists(st.just({"text": "x"})),
     "reasoning": st.sampled_from(["", "hm", 3]), "raw": st.sampled_from(["", "<think>a</think>", "Hi"]),
     "ids": st.lists(st.integers(0, 511), max_size=3), "tool_calls": st.lists(st.sampled_from([
-        {"function": {"name": "f"}}, {"name": "f", "arguments": "{}"}, {"function": {"name": "f", "arguments": {"a": "</tool_call>"}}}, {}, 3]), max_size=2)})
+        {"function": {"name": "f"}}, {"name": "f", "arguments": "{}"}, {"function": {"name": "f", "arguments": {"a": "</tool_call>"}}},
+        {}, 3]), max_size=2)})
 
 
-@given(st.lists(ROUGH | st.sampled_from([3, {"content": "x"}]), max_size=6), st.sampled_from([None, FULL, ENDING, FULL + "{{ messages[-1].content[3:] }}", "{{ messages | tojson }}"]),
+@given(st.lists(ROUGH | st.sampled_from([3, {"content": "x"}]), max_size=6),
+       st.sampled_from([None, FULL, ENDING, FULL + "{{ messages[-1].content[3:] }}", "{{ messages | tojson }}"]),
        st.sampled_from([*PARSERS]))
 def test_what_is_said_of_a_written_conversation_is_always_counted_right(messages, source, parser):
     """Whatever it holds. What no template renders is a TokenizerError."""
@@ -325,7 +329,8 @@ def test_lint_names_the_first_message_that_changes_and_says_what_it_refuses():
     for finding in found.values():
         users = [i for i, one in enumerate(finding.conversation) if one["role"] == "user"]
         assert not finding.append_only and finding.message in users[:2] and finding.explanation.cause == "template re-rendering"
-        assert finding.breaks < finding.turns and ("tools" in finding.kind or finding.breaks == finding.turns - 6), "the first turn has nothing to break"
+        assert finding.breaks < finding.turns and ("tools" in finding.kind or finding.breaks == finding.turns - 6), \
+            "the first turn has nothing to break"
     short, long = ([len(one.conversation) for one in lint(toy(ENDING), PARSERS["plain"], conversations=count)] for count in (12, 1))
     assert all(a <= b for a, b in zip(short, long)) and short != long
     again = {finding.kind: finding for finding in lint(toy(ENDING), PARSERS["plain"], conversations=6)}
