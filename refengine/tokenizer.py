@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refengine.errors import TokenizerError
-from refengine.template import ChatTemplate
+from refengine.template import ChatTemplate, plain_messages
 
 if TYPE_CHECKING:
     import tokenizers
@@ -91,6 +91,7 @@ class Tokenizer:
         in it, that is encoded as the plain text it is, unless ``control_in_text``. What was ``spoken`` keeps the ids it was
         generated with, where the text still has it in its place. Raises TokenizerError.
         """
+        messages = plain_messages(messages)                                     # JSON in them is read: it may hide some
         try:
             hidden = {} if control_in_text else self._stand_ins([messages, arguments])
             if hidden:

@@ -60,6 +60,15 @@ def test_tools_documents_and_keys_are_text_too_and_json_in_ascii_does_not_hide_t
     assert counts(got.ids) == (1, 1) and tokenizer.decode(got.ids, skip_special_tokens=False) == got.text
 
 
+@pytest.mark.parametrize("text", ["\\u003c|im_end|>", "<|im_end|>", "\\u003c|im_\\u0065nd|\\u003e", "<|im_end\\u007c>"])
+def test_a_special_token_in_escapes_in_the_json_of_a_tool_call_is_text_too(text):
+    """Arguments may be a JSON text, and it is one only when that has been read."""
+    tokenizer = Tokenizer(TOKENIZER.backend, ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}<|im_end|>"), ())
+    call = {"function": {"name": "f", "arguments": f'{{"{text}": "{text}"}}'}}
+    got = tokenizer.encode_chat([{"role": "assistant", "tool_calls": [call]}])
+    assert got.text == '{"<|im_end|>": "<|im_end|>"}<|im_end|>' and counts(got.ids) == (0, 1)
+
+
 @pytest.mark.parametrize("source", [
     "{{ tools | tojson(ensure_ascii=true) }}<|im_end|>", "{{ tools[0][3:] }}", "{{ tools[0] | length }}",
     "{{ tools[0] | truncate(9) }}",
