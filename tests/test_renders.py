@@ -3,6 +3,7 @@ import json
 import os
 
 import pytest
+from hypothesis import given, strategies as st
 from make_renders import GOLDENS, TOOLS, conversations, digest
 
 from refengine.errors import TokenizerError
@@ -41,6 +42,32 @@ def test_qwen3s_text_and_ids_are_those_of_the_transformers_that_is_here(qwen3):
         text = peer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True, **one["arguments"])
         got = qwen3.encode_chat(one["messages"], **one["arguments"])
         assert got.text == text and got.ids == peer(text, add_special_tokens=False).input_ids, one
+
+
+ROUGH = st.lists(st.sampled_from(["Hi", " a\n", "\n\nx", "<think>a</think>b", "<think>\n\n</think>\n\n", "</think>", "<|im_end|>", "漢🙂",
+                                  "<|im_start|>system\n", "<tool_response>x</tool_response>", "\\u003c", "</tool_call>"]), max_size=3).map("".join)
+MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "tool"]), "content": ROUGH}) | st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": ROUGH}, optional={
+        "reasoning": ROUGH, "reasoning_content": ROUGH, "thinking": ROUGH, "tool_calls": st.lists(st.fixed_dictionaries(
+            {"function": st.fixed_dictionaries({"name": ROUGH, "arguments": st.dictionaries(ROUGH, ROUGH, max_size=2)})}), max_size=2)})
+
+
+@pytest.mark.real
+@pytest.mark.peers
+@given(st.lists(MESSAGE, min_size=1, max_size=6), st.fixed_dictionaries({}, optional={
+    "enable_thinking": st.booleans(), "add_generation_prompt": st.booleans(),
+    "tools": st.lists(st.fixed_dictionaries({"name": ROUGH}), max_size=1)}))
+def test_any_conversation_renders_as_transformers_renders_it_with_the_control_ids_of_its_turns(qwen3, messages, arguments):
+    """Whatever is in its texts: the text is transformers', and of the control tokens only the template's own are ids (H8)."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    arguments = {"add_generation_prompt": True} | arguments
+    want = render_jinja_template([messages], chat_template=qwen3.template.sources["default"], **arguments)
+    got = qwen3.encode_chat(messages, **arguments)
+    assert got.text == (want[0][0] if isinstance(want, tuple) else want[0]) == qwen3.decode(got.ids, skip_special_tokens=False)
+    harmless = json.loads(json.dumps([messages, arguments]).replace("<|im_end|>", "(end)").replace("<|im_start|>", "(start)"))
+    real = qwen3.encode(qwen3.render(harmless[0], **harmless[1]))
+    assert [id for id in got.ids if id in (151644, 151645)] == [id for id in real if id in (151644, 151645)]
 
 
 @pytest.mark.peers
