@@ -60,7 +60,7 @@ def theorems() -> str:
 def platforms() -> str:
     """A table row for each OpenBLAS core and number of threads that this machine has, and for NumPy without SIMD."""
     from digest import CORES, missing, simd
-    from prove_the_same_bits_everywhere import CHUNKS, run, without_simd
+    from prove_the_same_bits_everywhere import CHUNKS, OTHERS, run, without_simd
 
     runs = {f"OpenBLAS {core}, {threads} thread{'s' * (threads > 1)}": {name: run(name, core, threads)[1] for name in ("exact", "native")}
             for core in CORES if not missing(core) for threads in (1, 2)}
@@ -72,7 +72,7 @@ def platforms() -> str:
     many = {name: len({digest for hashes in runs.values() for digest in hashes[name].values()}) for name in ("exact", "native")}
     count = len(runs) * len(CHUNKS)
     lines.append(f"\n{count} runs each: {many['exact']} hash of `exact`, {many['native']} of `native`. Marked `platforms`, and not in "
-                 "this table: NumPy 1.26 and the newest, aarch64.\n")
+                 f"this table: {', '.join(OTHERS)} (the newest), aarch64.\n")
     return "\n".join(lines)
 
 

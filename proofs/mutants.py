@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from engines_of_others import NoRewind
 
 from refengine.cache import Cache
 from refengine.chat import Chat
@@ -402,13 +403,6 @@ def the_worker_starts_from_the_requested_token_twice(model):
 # The chat turn. These are subclasses of Chat, each with the engine that shows it.
 
 
-class _NoRewind(PipelinedEngine):
-    """As a recurrent engine: -1 to every real rewind."""
-
-    def trim_kv_cache(self, length):
-        return self.cache.offset if length >= self.cache.offset else -1
-
-
 class _KeepsLess(PipelinedEngine):
     """Retains one position less than asked for, and says so: the contract allows it."""
 
@@ -430,7 +424,7 @@ def the_caller_ignores_a_negative_answer(model):
     class Broken(Chat):
         def rewind(self, prompt):
             return max(0, self.engine.trim_kv_cache(reusable(prompt, self.engine.tokens))), ""
-    return ChatMutant(Broken, _NoRewind)
+    return ChatMutant(Broken, NoRewind)
 
 
 @mutant("reuse")

@@ -14,15 +14,14 @@ import pytest
 
 from refengine.conformance.prove import Side, prove
 from refengine.engine import SequentialEngine
-from refengine.model import load_tokenizer, tiny
 from refengine.pipelined import PipelinedEngine
 from refengine.prefix import common_prefix, reusable
 
 
 @settings(max_examples=max(1, settings.default.max_examples // 6))  # a chat is four turns on two engines
-@given(st.integers(0, 2**32), st.sampled_from((SequentialEngine, PipelinedEngine)), st.integers(1, 70))
-def prove_chats_on_equal_chats_off(seed, kind, page_size):
-    model, tokenizer = _built_in()
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from((SequentialEngine, PipelinedEngine)), page_size=st.integers(1, 70))
+def prove_chats_on_equal_chats_off(seed, kind, page_size, built_in):
+    model, tokenizer = built_in
     sides = [Side("pipelined OFF", PipelinedEngine(model, capacity=1024), tokenizer, False),
              Side("suspect ON", kind(model, capacity=1024, page_size=page_size), tokenizer, True)]
     result = prove(sides, seed=seed, chats=1, turns=4, long_words=8, max_tokens=6)
@@ -48,12 +47,3 @@ def prove_every_common_prefix_is_reused_to_the_token(kind, t_model):
 def prove_the_common_prefix_is_the_longest_one(a, b):
     n = common_prefix(a, b)
     assert a[:n] == b[:n] and (n == min(len(a), len(b)) or a[n] != b[n])
-
-
-_kept = []
-
-
-def _built_in():
-    if not _kept:
-        _kept.extend((tiny(), load_tokenizer("tiny")))
-    return _kept

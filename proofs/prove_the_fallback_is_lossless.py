@@ -8,30 +8,20 @@ Argument: answering is not acting; after the reset, prove_state_is_a_function_of
 
 Not shown: a recurrent forward pass, which is not there yet. The engine here is ours with its rewind taken away.
 """
+from engines_of_others import NoRewind
 from hypothesis import given, settings, strategies as st
 
 from refengine.conformance.history import Player, model_truth
 from refengine.conformance.prove import Side, prove
-from refengine.engine import Engine
-from refengine.model import load_tokenizer, tiny
 from refengine.pipelined import PipelinedEngine
 from refengine.prefix import common_prefix
 
 IDS = st.lists(st.integers(0, 63), min_size=1, max_size=20)
 
 
-class Forward(PipelinedEngine):
-    """As a recurrent engine: it goes on, and never back."""
-
-    def trim_kv_cache(self, length: int) -> int:
-        if length < self.processed_token_count:
-            return Engine.trim_kv_cache(self, length)
-        return self.processed_token_count
-
-
 @given(held=IDS, length=st.integers(0, 25), rest=IDS)
 def prove_a_refused_rewind_changes_nothing(held, length, rest, t_model):
-    engine, truth = Forward(t_model, capacity=64, page_size=4), model_truth(t_model)
+    engine, truth = NoRewind(t_model, capacity=64, page_size=4), model_truth(t_model)
     engine.prefill(held)
     before, logits = engine.kv(), engine.logits.tobytes()
     assert engine.trim_kv_cache(length) == (-1 if length < len(held) else len(held))
@@ -44,36 +34,27 @@ def prove_a_refused_rewind_changes_nothing(held, length, rest, t_model):
 
 @given(prompts=st.lists(IDS, min_size=2, max_size=4))
 def prove_turns_that_fall_back_hold_what_turns_that_reuse_hold(prompts, t_model):
-    player = Player(Forward(t_model, capacity=64, page_size=4), model_truth(t_model))
+    player = Player(NoRewind(t_model, capacity=64, page_size=4), model_truth(t_model))
     player.play([{"op": "turn", "prompt": prompt, "max_tokens": 2, "cancel": None} for prompt in prompts])
 
 
 @settings(max_examples=max(1, settings.default.max_examples // 6))  # a chat is four turns on two engines
-@given(st.integers(0, 2**32))
-def prove_chats_that_fall_back_equal_chats_without_reuse(seed):
-    model, tokenizer = _built_in()
+@given(seed=st.integers(0, 2**32))
+def prove_chats_that_fall_back_equal_chats_without_reuse(seed, built_in):
+    model, tokenizer = built_in
     sides = [Side("pipelined OFF", PipelinedEngine(model, capacity=1024), tokenizer, False),
-             Side("forward ON", Forward(model, capacity=1024), tokenizer, True)]
+             Side("no rewind ON", NoRewind(model, capacity=1024), tokenizer, True)]
     result = prove(sides, seed=seed, chats=1, turns=4, long_words=8, max_tokens=6)
     assert not result.differences, result.differences[0]
     for row, last in zip(result.rows[1:], result.rows):
-        turn, before = row.turns["forward ON"], last.turns["forward ON"]
+        turn, before = row.turns["no rewind ON"], last.turns["no rewind ON"]
         if turn and before:
             assert turn.fallback == ("reset" if turn.reused == 0 else ""), "reused is all that was held, or nothing"
 
 
 def prove_what_goes_on_from_all_that_is_held_is_reused_whole(t_model):
-    engine = Forward(t_model, capacity=64)
+    engine = NoRewind(t_model, capacity=64)
     engine.prefill([1, 2, 3])
     assert engine.trim_kv_cache(common_prefix([1, 2, 3, 4], engine.tokens)) == 3
     engine.prefill([4])
     assert engine.tokens == [1, 2, 3, 4]
-
-
-_kept = []
-
-
-def _built_in():
-    if not _kept:
-        _kept.extend((tiny(), load_tokenizer("tiny")))
-    return _kept

@@ -19,7 +19,6 @@ from refengine.conformance.campaign import shorten
 from refengine.conformance.history import Player, model_truth
 from refengine.conformance.machine import machine_for
 from refengine.conformance.prove import Side, prove
-from refengine.model import load_tokenizer, tiny
 from refengine.pipelined import PipelinedEngine
 
 SEARCH = settings(max_examples=300, stateful_step_count=10, deadline=None, derandomize=True, database=None,
@@ -42,11 +41,6 @@ def find(mutant: Mutant, model, built_in) -> tuple[int, list | None, str]:
     except Exception as error:
         return machine.histories, machine.failed, str(error)
     raise AssertionError(f"{mutant.name} survives {machine.histories} histories")
-
-
-@pytest.fixture(scope="module")
-def built_in():
-    return tiny(), load_tokenizer("tiny")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # stale slots hold NaN, and mutants read them

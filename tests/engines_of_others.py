@@ -1,10 +1,12 @@
-"""Engines as others would write them, for the conformance suite: one that is right, one whose rewind is not. Floor 9.
+"""Engines as others would write them, for the conformance suite: one that is right, one whose rewind is not, one that has
+none. Floor 9.
 
     pytest --pyargs refengine.conformance --engine engines_of_others:make_right
 """
 import numpy as np
 
 from refengine.engine import Engine
+from refengine.pipelined import PipelinedEngine
 
 _TABLE = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
 
@@ -56,6 +58,15 @@ class Broken(Counting):
         if length == 0:
             return len(self._ids)
         return super().trim_kv_cache(length)
+
+
+class NoRewind(PipelinedEngine):
+    """Ours with its rewind taken away, as one with a recurrent state: it goes on, and never back."""
+
+    def trim_kv_cache(self, length):
+        if length < self.processed_token_count:
+            return Engine.trim_kv_cache(self, length)
+        return self.processed_token_count
 
 
 make_right, make_broken = Counting, Broken

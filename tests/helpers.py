@@ -51,6 +51,33 @@ def say(chat: Chat, text: str) -> str:
     return "".join(chat.send(text))
 
 
+def change(chat: Chat, verb: str, at: int, text: str) -> None:
+    """Do something to a chat that its user may do, if it can be done. at: which message, for those that need one."""
+    messages = chat.messages
+    at %= max(1, len(messages))
+    asked = any(message["role"] == "user" for message in messages)
+    if verb == "send":
+        say(chat, text)
+    elif verb == "cancel":
+        answer = chat.send(text)
+        next(answer, None)
+        answer.close()
+    elif verb == "system":
+        messages.insert(0, {"role": "system", "content": text})
+    elif verb == "reset":
+        chat.reset()
+    elif verb == "undo" and asked:
+        chat.undo()
+    elif verb == "regenerate" and asked:
+        list(chat.regenerate())
+    elif verb == "edit" and messages:
+        messages[at] = {**messages[at], "content": text}
+    elif verb == "delete" and messages:
+        del messages[at]
+    elif verb == "swap" and len(messages) > 1:
+        messages[at - 1], messages[at] = messages[at], messages[at - 1]
+
+
 def same_turn(on: Chat, off: Chat, script: Any = "") -> None:
     """Answer, ids, counts, history, logits and all K/V of a chat with reuse and of one without are the same."""
     a, b = on.turns[-1], off.turns[-1]

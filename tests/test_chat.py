@@ -2,7 +2,7 @@
 import json
 
 import pytest
-from helpers import SYSTEM, both_engines, make_chat, naive_prefix, same_bits, same_kv, same_turn, say
+from helpers import SYSTEM, both_engines, change, make_chat, naive_prefix, same_bits, same_kv, same_turn, say
 from hypothesis import given, settings, strategies as st
 
 from refengine.errors import CapacityError, StaleGenerationError, TokenizerError
@@ -71,27 +71,6 @@ def test_the_repetition_penalty_sees_all_tokens_whether_they_were_cached_or_not(
     assert on.turns[1].forwarded == 1 and on.turns[0].ids == on.turns[1].ids
 
 
-def change(chat, verb, at, text):
-    """Do something to a chat that its user may do. at: which message, for those that need one."""
-    at %= max(1, len(chat.messages))
-    if verb == "edit" and chat.messages:
-        chat.messages[at] = {**chat.messages[at], "content": text}
-    elif verb == "delete" and chat.messages:
-        del chat.messages[at]
-    elif verb == "swap" and len(chat.messages) > 1:
-        chat.messages[at - 1], chat.messages[at] = chat.messages[at], chat.messages[at - 1]
-    elif verb == "undo" and any(m["role"] == "user" for m in chat.messages):
-        chat.undo()
-    elif verb == "reset":
-        chat.reset()
-    elif verb == "regenerate" and any(m["role"] == "user" for m in chat.messages):
-        list(chat.regenerate())
-    elif verb == "cancel":
-        answer = chat.send(text)
-        next(answer)
-        answer.close()
-
-
 VERBS = ["edit", "delete", "swap", "undo", "reset", "regenerate", "cancel"]
 
 
@@ -104,7 +83,7 @@ def test_whatever_is_done_to_the_history_the_cache_does_not_show(script, samplin
     on, off = make_chat(max_tokens=4, sampling=sampling), make_chat(cache=False, max_tokens=4, sampling=sampling)
     for verb, at, text in [*script, (None, 0, "Last")]:
         for chat in (on, off):
-            change(chat, verb, at, text) if verb else say(chat, text)
+            change(chat, verb or "send", at, text)
         assert on.messages == off.messages
         if not verb or verb in ("regenerate", "cancel") and on.turns:
             same_turn(on, off, script)

@@ -2,7 +2,7 @@
 import datetime
 
 import pytest
-from helpers import Scripted, both_engines, make_chat, naive_prefix, same_turn, say
+from helpers import Scripted, both_engines, change, make_chat, naive_prefix, same_turn, say
 from hypothesis import given, settings, strategies as st
 
 from refengine import template as template_module
@@ -93,26 +93,7 @@ def test_text_that_encodes_to_other_ids_than_were_generated_is_told_from_an_edit
 def test_it_never_fails_and_always_counts_right(script):
     chat = make_chat(max_tokens=3)
     for verb, at, text in [("send", 0, "Hello"), *script, ("send", 0, "Last")]:
-        at %= max(1, len(chat.messages))
-        users = any(message["role"] == "user" for message in chat.messages)
-        if verb == "edit" and chat.messages:
-            chat.messages[at] = {**chat.messages[at], "content": text}
-        elif verb == "delete" and chat.messages:
-            del chat.messages[at]
-        elif verb == "swap" and len(chat.messages) > 1:
-            chat.messages[at - 1], chat.messages[at] = chat.messages[at], chat.messages[at - 1]
-        elif verb == "undo" and users:
-            chat.undo()
-        elif verb == "system":
-            chat.messages.insert(0, {"role": "system", "content": text})
-        elif verb == "cancel":
-            stream = chat.send(text)
-            next(stream, None)
-            stream.close()
-        elif verb == "regenerate" and users:
-            list(chat.regenerate())
-        elif verb == "send":
-            say(chat, text)
+        change(chat, verb, at, text)
         for turn in chat.turns[-1:]:
             found = turn.explain()
             assert found.cause in CAUSES and found.forwarded == turn.forwarded and found.reused == turn.reused

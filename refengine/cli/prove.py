@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"loading {arguments.model}, {arguments.arithmetic} arithmetic", highlight=False)
     model = load_model(arguments.model, arguments.arithmetic)
     result = play(console, model, arguments.model, planned, arguments.seed, arguments.workers, arguments.minutes)
-    sides = _sides(planned)
+    sides = campaign.side_names(planned)
     console.print(_table(result.rows, sides))
     _verdict(console, arguments.seed, result, sides)
     # When time ran out, the receipt plans what was done, so that it can be repeated.
@@ -52,11 +52,6 @@ def play(console: Console, model: Model, source: str, planned: dict, seed: int, 
         task = progress.add_task("turns", total=planned["chats"] * planned["turns"])
         return campaign.run_chats(model, source, seed=seed, planned=planned, workers=workers, minutes=minutes,
                                   on_turn=lambda row: progress.advance(task))
-
-
-def _sides(planned: dict) -> list[str]:
-    engines = ("sequential", "pipelined") if planned["engine"] == "both" else (planned["engine"],)
-    return [f"{engine} {cache}" for engine in engines for cache in ("OFF", "ON")]
 
 
 def play_campaign(console: Console, source: str, arithmetic: str, seed: int, histories: int, workers: int,

@@ -103,13 +103,20 @@ def play_histories(model: Model, seed: int, numbers: Sequence[int]) -> Batch:
     return batch
 
 
-def sides_of(model: Model, planned: dict[str, Any]) -> list[Side]:
-    """Each engine with the cache off and on, as a plan says; the first is the truth."""
-    tokenizer = load_tokenizer(model)
+def side_names(planned: dict[str, Any]) -> list[str]:
+    """Each engine of a plan with the cache off and on, "sequential OFF" and so on; the first is the truth."""
     engines = ("sequential", "pipelined") if planned["engine"] == "both" else (planned["engine"],)
-    return [Side(f"{name} {'ON' if on else 'OFF'}",
-                 load(model, engine=name, capacity=planned["capacity"], page_size=planned["page_size"]), tokenizer, on)
-            for name in engines for on in (False, True)]
+    return [f"{engine} {cache}" for engine in engines for cache in ("OFF", "ON")]
+
+
+def sides_of(model: Model, planned: dict[str, Any]) -> list[Side]:
+    """The sides of a plan, on new engines."""
+    tokenizer, sides = load_tokenizer(model), []
+    for name in side_names(planned):
+        kind, cache = name.split()
+        engine = load(model, engine=kind, capacity=planned["capacity"], page_size=planned["page_size"])
+        sides.append(Side(name, engine, tokenizer, cache == "ON"))
+    return sides
 
 
 def play_chats(model: Model, seed: int, planned: dict[str, Any], first: int, count: int, until: float,
