@@ -4,7 +4,7 @@ A key is used by itself (one score needs one key), so each key keeps a grid of i
 positions, so they are kept as integers beside their step, and each row of probabilities is put on one common grid for
 all of them. N kv heads, G = H // N query heads for each, S = start + T keys.
 """
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,9 @@ SUM_BITS = 29    # the steps of a row of weights sum to 2^29 plus rounding, howe
 MAX_CONTEXT = 2**22  # P_BITS + log2(S) <= 52
 _ZERO = np.array(0.0)
 _P_ONE = np.array(2.0**P_BITS, np.float32)
-_BLOCK = 2**17   # scores in work at once: they stay in the L2 cache
+_BLOCK = 2**18   # scores of one product, ...
+_ROWS = 128      # ... and rows: enough for the BLAS, and few masked scores are computed
+_TILE = 2**15    # scores in elementwise work at once: they stay in the L2 cache
 
 
 class KV(NamedTuple):
@@ -61,22 +63,23 @@ def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
     step_max = running_max(step[:, start:])                   # (N, T): up to each query's position
     if start:
         np.maximum(step_max, row_max(step[:, :start]), out=step_max)
+    step_max = step_max.repeat(g, axis=1)[..., None]          # (N, T * G, 1)
     out = np.empty((n, t * g, d), np.float32)                 # (N, T * G, D)
-    for heads, first, last in _blocks(n, t, g, start + t):
-        rows = slice(first * g, last * g)
-        keys = start + last
-        top = np.repeat(step_max[heads, first:last], g, axis=1)[..., None]
-        out[heads, rows] = _attend(q[heads, rows], _clip(runs, heads, keys), step[heads, :keys], top, last - first, g)
+    memory = np.empty(min(n * t * g, max(_BLOCK // (start + t), g)) * (start + t))
+    for heads, rows in _blocks(n, t * g, start + t, g, _BLOCK):
+        keys = start + rows.stop // g                         # the last query of the block sees so many
+        out[heads, rows] = _attend(q[heads, rows], _clip(runs, heads, keys), step[heads, None, :keys], step_max[heads, rows], g,
+                                   memory)
     return out.reshape(n, t, g, d).swapaxes(0, 1).reshape(t, h * d)
 
 
-def _blocks(n: int, t: int, g: int, s: int):
-    """(kv heads, first query, one past the last) such that a block holds about _BLOCK scores."""
-    queries = max(1, min(t, _BLOCK // (g * s)))
-    heads = max(1, min(n, _BLOCK // (g * s * queries)))
+def _blocks(n: int, rows: int, s: int, g: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """(kv heads, rows) of blocks that hold at most ``size`` scores, or the ``g`` rows of one query."""
+    height = max(g, min(rows, _ROWS, size // s) // g * g)
+    heads = max(1, min(n, size // (s * height)))
     for a in range(0, n, heads):
-        for first in range(0, t, queries):
-            yield slice(a, a + heads), first, min(t, first + queries)
+        for first in range(0, rows, height):
+            yield slice(a, min(n, a + heads)), slice(first, min(rows, first + height))
 
 
 def _clip(runs: Sequence[KV], heads: slice, keys: int) -> list[tuple[int, int, KV]]:
@@ -90,32 +93,43 @@ def _clip(runs: Sequence[KV], heads: slice, keys: int) -> list[tuple[int, int, K
     return clipped
 
 
-def _attend(q, runs, step, step_max, queries, g):
-    """One block. q: (n, R * G, D); step: (n, S); step_max: (n, R * G, 1); the last R keys are the queries' own."""
+def _attend(q, runs, step, step_max, g, memory):
+    """One block of queries and the keys they see. q: (n, R * G, D); step: (n, 1, S); step_max: (n, R * G, 1)."""
     n, rows, d = q.shape
-    keys = step.shape[-1]
-    scores = np.empty((n, rows, keys), np.float64)            # (n, R * G, S), in units of log 2
+    keys, queries = step.shape[-1], rows // g
+    scores = memory[:n * rows * keys].reshape(n, rows, keys)  # (n, R * G, S), in units of log 2
     for a, b, run in runs:
         matmul(q, run.k.swapaxes(1, 2), out=scores[..., a:b])
-    if queries > 1:                                           # a query sees no key after its own
+    if queries > 1:                                           # a query sees no key after its own: the last R are theirs
         own = scores.reshape(n, queries, g, keys)[..., keys - queries:]
         future = ~np.tri(queries, dtype=bool)                 # (R, R)
         np.copyto(own, -np.inf, where=future[:, None])
-    scores -= row_max(scores)
-    p = exp2(scores.astype(np.float32))                       # (n, R * G, S) in (0, 1]; 2^-126 where masked
-    weight = np.multiply(p, _P_ONE, out=p)
-    np.rint(weight, out=scores)                               # integers up to 2^30; 0 where masked
-    total = row_sum(scores)                                   # (n, R * G, 1)
-    grid = power_below(total * step_max)                      # one grid for all positions alike
-    grid /= float(1 << SUM_BITS - 1)
-    scores *= step[:, None]
-    scores *= 1.0 / grid
-    weight = np.rint(scores, out=scores)                      # steps of it
+    if scores.size <= _TILE:
+        total, grid = _weigh(scores, step, step_max)
+    else:
+        total, grid = np.empty((2, n, rows, 1))
+        for heads, part in _blocks(n, rows, keys, 1, _TILE):
+            total[heads, part], grid[heads, part] = _weigh(scores[heads, part], step[heads], step_max[heads, part])
     a, b, run = runs[0]
-    acc = matmul(weight[..., a:b], run.v)                     # (n, R * G, D)
+    acc = matmul(scores[..., a:b], run.v)                     # (n, R * G, D)
     acc += _ZERO                                              # no -0.0 left by the BLAS
     for a, b, run in runs[1:]:
-        acc += matmul(weight[..., a:b], run.v)
+        acc += matmul(scores[..., a:b], run.v)
     acc *= grid
     acc /= total
     return acc
+
+
+def _weigh(scores, step, step_max):
+    """Turns scores into the weights of the values, integers on one grid for all positions alike. -> total, grid (n, R, 1)."""
+    scores -= row_max(scores)
+    p = exp2(scores.astype(np.float32))                       # (n, R, S) in (0, 1]; 2^-126 where masked
+    p *= _P_ONE
+    np.rint(p, out=scores)                                    # integers up to 2^30; 0 where masked
+    total = row_sum(scores)                                   # (n, R, 1)
+    grid = power_below(total * step_max)
+    grid /= float(1 << SUM_BITS - 1)
+    scores *= step
+    scores *= 1.0 / grid
+    np.rint(scores, out=scores)                               # steps of it
+    return total, grid

@@ -9,6 +9,7 @@ import numpy as np
 
 MAX_CONTEXT = 2**31
 _BLOCK = 2**18   # scores in work at once: they stay in the L2 cache
+_FEW = 16
 
 
 class KV(NamedTuple):
@@ -59,7 +60,11 @@ def _attend(q, runs, keys, queries, g):
         b = min(keys, a + k.shape[1])
         if b > a:
             pieces.append((a, b, v[:, :b - a]))
-            np.matmul(q, k[:, :b - a].swapaxes(1, 2), out=scores[..., a:b])
+            k = k[:, :b - a]
+            if rows < _FEW:                                   # keys times queries: the BLAS does not copy the keys
+                scores[..., a:b] = np.matmul(k, q.swapaxes(1, 2)).swapaxes(1, 2)
+            else:
+                np.matmul(q, k.swapaxes(1, 2), out=scores[..., a:b])
         a = b
     if queries > 1:                                           # a query sees no key after its own
         own = scores.reshape(n, queries, g, keys)[..., keys - queries:]
