@@ -37,17 +37,27 @@ class ChatTemplate:
 
         Raises TokenizerError: the template refuses it, fails, reaches for Python, takes too long or too much memory.
         """
+        return self.render_marked(messages, {}, {"tools": tools, "documents": documents,
+                                                 "add_generation_prompt": add_generation_prompt, **arguments})[0]
+
+    def render_marked(self, messages: list[dict[str, Any]], stand_ins: dict[str, str], arguments: dict[str, Any]) -> tuple[str, str]:
+        """(text, the same with stand-ins). stand_ins: character -> another that it stands for within messages and arguments;
+        the text is what it would be without them, and shows none. Raises TokenizerError, also when that cannot be told apart.
+        """
+        tools = arguments.get("tools")
         name = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise TokenizerError(f"there is no default chat template, only {', '.join(self.sources)}")
-        variables = {"messages": plain_messages(messages), "tools": tools, "documents": documents,
-                     "add_generation_prompt": add_generation_prompt, **self.special, **arguments}
-        request = {"source": self.sources[name], "variables": variables, "now": now().isoformat(), "seconds": 2 * SECONDS}
+        variables = {"messages": plain_messages(messages), "tools": None, "documents": None, "add_generation_prompt": True,
+                     **self.special, **arguments}
+        request = {"source": self.sources[name], "variables": variables, "stand_ins": stand_ins, "now": now().isoformat(),
+                   "seconds": 2 * SECONDS}
         try:
             text = json.dumps(request)
         except (TypeError, ValueError, RecursionError) as error:
             raise TokenizerError(f"what a chat template is given must be of JSON types: {error}") from None
-        return _process.render(text)
+        reply = _process.render(text)
+        return reply["text"], reply["marked"]
 
 
 def now() -> datetime.datetime:
@@ -106,7 +116,8 @@ class _Process:
         self._owner = 0
         self._lock = threading.Lock()
 
-    def render(self, request: str) -> str:
+    def render(self, request: str) -> dict[str, str]:
+        """The reply to a request, both as template_process.py has them. Raises TokenizerError."""
         with self._lock:
             late = threading.Event()
             try:
@@ -131,7 +142,7 @@ class _Process:
         reply = json.loads(line)
         if "error" in reply:
             raise TokenizerError(f"the chat template failed: {reply['error']}")
-        return reply["text"]
+        return reply
 
     def _started(self) -> subprocess.Popen:
         if self._child is None or self._child.poll() is not None or self._owner != os.getpid():  # a fork has its own

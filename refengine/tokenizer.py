@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,30 +40,32 @@ def _in_place(text: str, spoken: Sequence[Spoken]) -> list[tuple[int, int, Seque
     return found
 
 
+_WORD = re.compile(r"[\w\s\u2581]*")  # an added token that is only this is a word or blanks, and controls nothing
+
+
 class Tokenizer:
-    """A model's text side. ``stop_ids``: the ids that end a generation. ``control``: texts of the special tokens."""
+    """A model's text side. ``stop_ids``: the ids that end a generation.
+
+    ``control``: text -> id of the control tokens: the special ones, and what else was added to the vocabulary and is no
+    word (<think>, <tool_call>, ...). ``special``: of these, the special ones, which a decoded text leaves out.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, stop_ids: Sequence[int]):
         self.backend, self.template, self.stop_ids = backend, template, tuple(stop_ids)
         backend.no_truncation()  # some files ask for either
         backend.no_padding()
-        special = [(id, token) for id, token in backend.get_added_tokens_decoder().items() if token.special and token.content]
-        self.control = {token.content: id for id, token in special}
-        longest_first = sorted((token for _, token in special), key=lambda token: -len(token.content))
-        self._special = re.compile("(" + "|".join(r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
-                                                  for token in longest_first) + ")")
-        self._lock = threading.RLock()
+        added = {id: token for id, token in backend.get_added_tokens_decoder().items() if token.content}
+        self.special = {token.content: id for id, token in added.items() if token.special}
+        self.control = self.special | {token.content: id for id, token in added.items() if not _WORD.fullmatch(token.content)}
+        longest_first = sorted(added.values(), key=lambda token: -len(token.content))
+        self._added = re.compile("(" + ("|".join(r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+                                                 for token in longest_first) or "(?!)") + ")")
+        self._plain, self._plain_within = _without_added(backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of a text, with special tokens where it names them. A chat template writes its own, so none are put
         around it unless asked for, and a beginning that it has already is not put there twice. Raises TokenizerError."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start:error.end]
-            raise TokenizerError(f"a text has half a character in it, a lone surrogate: {half!r}") from None
-        with self._lock:
-            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = _ids(self.backend, text, add_special_tokens)
         if add_special_tokens:
             plain = self.encode(text)
             for n in range(1, len(ids) - len(plain) + 1):
@@ -78,112 +79,143 @@ class Tokenizer:
 
     def render(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
         """The chat template over a history, with the generation prompt. Raises TokenizerError. See `ChatTemplate.render`."""
+        return self._template().render(messages, **arguments)
+
+    def _template(self) -> ChatTemplate:
         if self.template is None:
             raise TokenizerError("this model has no chat template (chat_template.jinja, tokenizer_config.json or GGUF "
                                  "metadata); use generate instead of chat")
-        return self.template.render(messages, **arguments)
+        return self.template
 
     def encode_chat(self, messages: list[dict[str, Any]], *, control_in_text: bool = False, spoken: Sequence[Spoken] = (),
                     **arguments: Any) -> Rendered:
         """The chat template over a history, and its ids.
 
-        Special tokens that the template writes become their ids. Where a message, a tool or a document has the same text
-        in it, that is encoded as the plain text it is, unless ``control_in_text``. What was ``spoken`` keeps the ids it was
-        generated with, where the text still has it in its place. Raises TokenizerError.
+        Control tokens that the template writes become their ids. Where a message, a tool or a document has the same text
+        in it, that is encoded as the plain text it is, unless ``control_in_text``; but what an assistant message says and
+        thinks is the model's own, and may have those that are not special: its think blocks and tool calls. What was
+        ``spoken`` keeps the ids it was generated with, where the text still has it in its place. Raises TokenizerError.
         """
         messages = plain_messages(messages)                                     # JSON in them is read: it may hide some
         try:
-            hidden = {} if control_in_text else self._stand_ins([messages, arguments])
+            hidden = {} if control_in_text else self._stand_ins(messages, arguments)
             if hidden:
-                messages, arguments = (_hide(value, self.control, hidden) for value in (messages, arguments))
+                messages, arguments = self._changed(messages, arguments, partial(_hide, hidden=hidden))
         except RecursionError:
             raise TokenizerError("what a chat template is given is nested too deeply") from None
-        marked = self.render(messages, **arguments)
-        for other in hidden.values():
-            marked = marked.replace(_in_ascii(other), other)                    # a template may write JSON in ASCII
-        text = _shown(marked, hidden)
+        text, marked = self._template().render_marked(messages, {other: first for first, other in hidden.items()}, arguments)
         ids, at, real = [], 0, set(self.control.values())
-        for start, stop, own in _in_place(text, spoken):                        # kept if the same special tokens are real
-            if [id for id in self.encode(marked[start:stop]) if id in real] == [id for id in own if id in real]:
-                ids += self._encode_hidden(marked[at:start], hidden) + list(own)
+        for start, stop, own in _in_place(text, spoken):
+            there = iter(self.encode(marked[start:stop]))
+            if all(id in there for id in own if id in real):                     # control tokens in it are so in the text too
+                ids += self._encode_part(marked, at, start, hidden) + list(own)
                 at = stop
-        return Rendered(text, ids + self._encode_hidden(marked[at:], hidden))
+        return Rendered(text, ids + self._encode_part(marked, at, len(marked), hidden))
 
-    def _encode_hidden(self, marked: str, hidden: dict[str, str]) -> list[int]:
-        """Ids of a text in which the special tokens with a stand-in are text. What lies between two of the others is
-        encoded as text as a whole if there is such a token in it; the rest as ever, so that it stays as it was."""
-        if not hidden:
-            return self.encode(marked)
+    def _encode_part(self, marked: str, start: int, stop: int, hidden: dict[str, str]) -> list[int]:
+        """Ids of a part of a text in which the control tokens with a stand-in are text. What lies between two of the added
+        tokens is encoded as text as a whole if there is such a one in it; the rest as ever, so that it stays as it was."""
+        if not hidden and not start:
+            return self.encode(marked[:stop])
         ids, rest = [], ""
-        for piece in self._special.split(marked):
-            if any(other in piece for other in hidden.values()):
-                # NOTE: a tokenizer that treats the beginning of a text in its own way (SentencePiece) does so here.
-                ids += self.encode(rest) + self._encode_plain(_shown(piece, hidden))
+        for number, piece in enumerate(self._added.split(marked[start:stop])):
+            if start and number == 0 or any(other in piece for other in hidden.values()):
+                ids += self.encode(rest) + self.encode_plain(_shown(piece, hidden), within=bool(start or number))
                 rest = ""
             else:
                 rest += piece
         return ids + self.encode(rest)
 
-    def _stand_ins(self, values: Any) -> dict[str, str]:
-        """For each first character of the special tokens that are within values, another to hide it behind: one for
-        private use, that occurs nowhere. It is one for one, as templates count and cut characters."""
-        texts = "\0".join(_texts([values, self.control, self.template.sources if self.template else {}]))
-        given = "\0".join(_texts(values))
-        firsts = sorted({token[0] for token in self.control if token in given})
-        free = (chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in texts and _in_ascii(chr(c)) not in texts)
-        hidden = dict(zip(firsts, free))
+    def encode_plain(self, text: str, *, within: bool = False) -> list[int]:
+        """Ids of a text in which added tokens are text like any other. within: it does not begin a text, but follows an
+        added token. Raises TokenizerError when the vocabulary leaves no other way to write one than as itself."""
+        ids = _ids(self._plain_within if within else self._plain, text)
+        if found := set(ids) & set(self.control.values()):
+            raise TokenizerError(f"{self.decode(sorted(found), skip_special_tokens=False)!r} in a text cannot be encoded as text "
+                                 "by this tokenizer; control_in_text=True lets messages have control tokens")
+        return ids
+
+    def _changed(self, messages: list[dict[str, Any]], arguments: dict[str, Any],
+                 change: Callable[[str, dict[str, int]], str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """A copy of what a template is given, with change(text, control tokens that it may not have) for each text."""
+        def tokens(message: dict[str, Any], key: str) -> dict[str, int]:
+            return self.special if message["role"] == "assistant" and key != "tool_calls" else self.control
+
+        return ([{key: _mapped(value, partial(change, tokens=tokens(message, key))) for key, value in message.items()}
+                 for message in messages], _mapped(arguments, partial(change, tokens=self.control)))
+
+    def _stand_ins(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> dict[str, str]:
+        """For each first character of the control tokens that texts may not have and have, another to hide it behind: one
+        for private use, that occurs nowhere. It is one for one, as templates count and cut characters."""
+        texts, firsts = [], set()
+
+        def look(text: str, tokens: dict[str, int]) -> str:
+            texts.append(text)
+            firsts.update(token[0] for token in tokens if token in text)
+            return text
+
+        self._changed(messages, arguments, look)
+        everything = "\0".join([*texts, *self.control, *(self.template.sources.values() if self.template else ())])
+        free = (chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in everything and f"\\u{c:04x}" not in everything)
+        hidden = dict(zip(sorted(firsts), free))
         if len(hidden) < len(firsts):
-            raise TokenizerError("special tokens in a message cannot be told from the template's: there are all characters "
+            raise TokenizerError("control tokens in a message cannot be told from the template's: there are all characters "
                                  "for private use in it too")
         return hidden
-
-    def _encode_plain(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are text like any other."""
-        with self._lock:  # the switch is the library's, for all who use this tokenizer
-            self.backend.encode_special_tokens = True
-            try:
-                return self.encode(text)
-            finally:
-                self.backend.encode_special_tokens = False
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that come one by one."""
         return TextStream(self, skip_special_tokens)
 
 
-def _texts(values: Any) -> Iterator[str]:
-    """All strings within dicts and lists, keys included."""
-    if isinstance(values, str):
-        yield values
-    elif isinstance(values, dict):
-        for item in values.items():
-            yield from _texts(item)
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _texts(value)
+def _ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start:error.end]
+        raise TokenizerError(f"a text has half a character in it, a lone surrogate: {half!r}") from None
+    return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
 
-def _hide(values: Any, control: Iterable[str], hidden: dict[str, str]) -> Any:
-    """A copy in which each control token begins with its stand-in: it is none any more."""
+def _mapped(values: Any, change: Callable[[str], str]) -> Any:
+    """A copy of dicts and lists with all strings in them changed, keys included."""
     if isinstance(values, str):
-        for token in control:
-            if token[0] in hidden:
-                values = values.replace(token, hidden[token[0]] + token[1:])
-        return values
+        return change(values)
     if isinstance(values, dict):
-        return {_hide(key, control, hidden): _hide(value, control, hidden) for key, value in values.items()}
+        return {_mapped(key, change): _mapped(value, change) for key, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return [_hide(value, control, hidden) for value in values]
+        return [_mapped(value, change) for value in values]
     return values
+
+
+def _hide(text: str, tokens: Iterable[str], hidden: dict[str, str]) -> str:
+    """Each of the tokens begins with its stand-in: it is none any more."""
+    for token in tokens:
+        if token[0] in hidden:
+            text = text.replace(token, hidden[token[0]] + token[1:])
+    return text
 
 
 def _shown(marked: str, hidden: dict[str, str]) -> str:
     return marked.translate({ord(other): first for first, other in hidden.items()})
 
 
-def _in_ascii(character: str) -> str:
-    """As JSON writes it in ASCII."""
-    return f"\\u{ord(character):04x}"
+def _without_added(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """The same tokenizer without its added tokens, for the beginning of a text and for within one. They are two only where
+    a text's first word alone gets a space before it (Metaspace, as in SentencePiece). The model is shared, not copied."""
+    import tokenizers
+
+    def over(pre_tokenizer: Any) -> tokenizers.Tokenizer:
+        plain = tokenizers.Tokenizer(backend.model)
+        plain.normalizer, plain.pre_tokenizer = backend.normalizer, pre_tokenizer
+        return plain
+
+    empty = tokenizers.Tokenizer(tokenizers.models.BPE())
+    empty.pre_tokenizer = backend.pre_tokenizer
+    first, never = '"prepend_scheme":"first"', '"prepend_scheme":"never"'
+    stated = empty.to_str()
+    plain = over(backend.pre_tokenizer)
+    return plain, over(tokenizers.Tokenizer.from_str(stated.replace(first, never)).pre_tokenizer) if first in stated else plain
 
 
 class TextStream:
