@@ -17,6 +17,7 @@ from refengine.explain import Explanation, Prompt, explain
 from refengine.parsers import Parser, parser_named
 from refengine.prefix import common_prefix, reusable
 from refengine.sampling import GREEDY, Sampling
+from refengine.template import template_arguments as _arguments
 from refengine.tokenizer import Spoken, StopText, Tokenizer
 
 
@@ -71,6 +72,7 @@ class Chat:
     keep_ids: answers keep the ids they were generated with where the template renders them to the same text, instead of
     being encoded again. reanchor: after an answer, prefill in a thread what the next prompt will begin with.
     stats_log (or REFENGINE_STATS_LOG): a file that gets one PFXCACHE line a turn, and when greedy one PFXANSWER line.
+    Raises TokenizerError when the tokenizer is another model's, or an argument is not the template's; ValueError.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, prefix_cache: bool = True, *, system: str | None = None,
@@ -80,11 +82,13 @@ class Chat:
                  control_in_text: bool = False, keep_ids: bool = False, reanchor: bool = False,
                  stats_log: str | os.PathLike | None = None):
         self.engine, self.tokenizer = engine, tokenizer
+        if engine.vocab is not None:
+            tokenizer.check_fits(engine.vocab, "the engine's model")
         self.prefix_cache = prefix_cache and not _switch("REFENGINE_NO_PREFIX_CACHE")
         self.sampling = GREEDY if _switch("REFENGINE_GREEDY") else sampling
         self.max_tokens, self.stop = max_tokens, (stop,) if isinstance(stop, str) else tuple(stop)
         StopText(self.stop)  # refuses what is no stop string
-        self.tools, self.documents, self.template_arguments = tools, documents, dict(template_arguments or {})
+        self.tools, self.documents, self.template_arguments = tools, documents, _arguments(template_arguments)
         self.parser = parser if isinstance(parser, Parser) else parser_named(parser, tokenizer)
         self.control_in_text, self.keep_ids, self.reanchors = control_in_text, keep_ids, reanchor
         self.stats_log = stats_log or os.environ.get("REFENGINE_STATS_LOG") or None
@@ -132,7 +136,7 @@ class Chat:
     def prompt(self, messages: list[dict[str, Any]]) -> Prompt:
         """A history with the generation prompt, as the engine would be given it now. Raises TokenizerError."""
         own = {"tools": self.tools, "documents": self.documents}
-        arguments = {**{name: value for name, value in own.items() if value is not None}, **self.template_arguments}
+        arguments = {**{name: value for name, value in own.items() if value is not None}, **_arguments(self.template_arguments)}
         text, ids = self.tokenizer.encode_chat(messages, control_in_text=self.control_in_text,
                                                spoken=self._spoken if self.keep_ids else (), **arguments)
         if not ids:

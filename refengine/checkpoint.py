@@ -29,8 +29,14 @@ class Checkpoint(abc.ABC):
         """A parameter, or some of its rows (slice or ids), as float32."""
 
     @abc.abstractmethod
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer of the files, whatever model it is of."""
+
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer with template and stop ids. Raises TokenizerError."""
+        """The tokenizer with template and stop ids. Raises TokenizerError, also when it is certainly another model's."""
+        tokenizer = self._tokenizer()
+        tokenizer.check_fits(self.config.vocab, f"the model of {self.source}")
+        return tokenizer
 
     def fingerprint(self) -> str:
         """SHA-256 over the configuration and every stored parameter: reads all of the file."""

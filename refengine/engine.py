@@ -25,6 +25,9 @@ class Engine(abc.ABC):
     capacity: int | None = None
     """Most tokens that it can hold; None when it does not say."""
 
+    vocab: int | None = None
+    """How many ids it knows; None when it does not say."""
+
     @property
     @abc.abstractmethod
     def tokens(self) -> list[int]:
@@ -77,7 +80,7 @@ class SequentialEngine(Engine):
     chunk_size = 1
 
     def __init__(self, model: Model, *, capacity: int = 4096, page_size: int = 64, page_order: Sequence[int] | None = None):
-        self.model, self.capacity = model, capacity
+        self.model, self.capacity, self.vocab = model, capacity, model.config.vocab
         self.cache = model.new_cache(capacity, page_size, page_order)
         self._logits: np.ndarray | None = None
         self._use = 0  # counts the calls that change the state: an iterator of an older one must not go on

@@ -68,5 +68,5 @@ class FolderCheckpoint(Checkpoint):
     def tensor(self, name: str, rows=slice(None)) -> np.ndarray:
         return self._files[name].tensor(name, rows)
 
-    def tokenizer(self) -> Tokenizer:
+    def _tokenizer(self) -> Tokenizer:
         return load_folder_tokenizer(self.folder, self.config.stop_ids)

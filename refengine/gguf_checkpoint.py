@@ -131,12 +131,13 @@ class GGUFCheckpoint(Checkpoint):
             return 0
         return self.config.heads if found[1] == "q" else self.config.kv_heads
 
-    def tokenizer(self) -> Tokenizer:
+    def _tokenizer(self) -> Tokenizer:
         template = self._get("tokenizer.chat_template", None)
         tokens = self._get("tokenizer.ggml.tokens")
         special = {f"{name}_token": tokens[i] for name in ("bos", "eos", "unknown", "padding")
                    if (i := self._get(f"tokenizer.ggml.{name}_token_id", None)) is not None and i < len(tokens)}
-        return Tokenizer(self._backend(tokens), ChatTemplate(template, special) if template else None, self.config.stop_ids)
+        return Tokenizer(self._backend(tokens), ChatTemplate(template, special) if template else None, self.config.stop_ids,
+                         f"{self.path}: tokenizer.ggml.tokens")
 
     def _backend(self, tokens: list[str]):
         """A byte-level BPE from the file's tokens, merges and pre-tokenizer name."""

@@ -65,6 +65,17 @@ def now() -> datetime.datetime:
     return datetime.datetime.now()
 
 
+def template_arguments(given: Any, where: str = "template_arguments") -> dict[str, Any]:
+    """A copy of the arguments that somebody has for a template. Raises TokenizerError when they are no dict of names, or have
+    one that is given otherwise."""
+    ours = ("self", "messages", "spoken", "control_in_text")
+    given = {} if given is None else given
+    if not isinstance(given, dict) or any(not isinstance(name, str) or name in ours for name in given):
+        raise TokenizerError(f"{where} is {given!r:.80}; it should be a dict of the template's own arguments, none of them named "
+                             f"{', '.join(ours[:-1])} or {ours[-1]}")
+    return dict(given)
+
+
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A copy of a history as templates want it. Raises TokenizerError naming the message and the field.
 

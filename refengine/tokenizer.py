@@ -48,10 +48,12 @@ class Tokenizer:
 
     ``control``: text -> id of the control tokens: the special ones, and what else was added to the vocabulary and is no
     word (<think>, <tool_call>, ...). ``special``: of these, the special ones, which a decoded text leaves out.
+    ``source``: the file it comes from, for errors.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, stop_ids: Sequence[int]):
-        self.backend, self.template, self.stop_ids = backend, template, tuple(stop_ids)
+    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, stop_ids: Sequence[int],
+                 source: str = "the tokenizer"):
+        self.backend, self.template, self.stop_ids, self.source = backend, template, tuple(stop_ids), source
         backend.no_truncation()  # some files ask for either
         backend.no_padding()
         added = {id: token for id, token in backend.get_added_tokens_decoder().items() if token.content}
@@ -61,6 +63,18 @@ class Tokenizer:
         self._added = re.compile("(" + ("|".join(r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
                                                  for token in longest_first) or "(?!)") + ")")
         self._plain, self._plain_within = _without_added(backend)
+
+    def check_fits(self, vocab: int, model: str) -> None:
+        """Raise TokenizerError unless a model of so many ids knows all that this tokenizer can give, and the tokenizer all ids
+        that end an answer. A model may have more ids than its tokenizer: vocabularies are padded."""
+        highest = max([*self.backend.get_vocab().values(), *self.backend.encode("").ids], default=-1)
+        what = "they belong to different models; give the model its own tokenizer"
+        if highest >= vocab:
+            raise TokenizerError(f"{self.source} can give id {highest}, but {model} has a vocabulary of {vocab}: {what}")
+        for id in self.stop_ids:
+            if id >= vocab or self.backend.id_to_token(id) is None:
+                has = f"{model} has a vocabulary of {vocab}" if id >= vocab else f"{self.source} has no such id (its last is {highest})"
+                raise TokenizerError(f"{model} ends an answer with id {id}, but {has}: {what}")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of a text, with special tokens where it names them. A chat template writes its own, so none are put
@@ -305,6 +319,7 @@ def load_folder_tokenizer(folder: Path, stop_ids: Sequence[int]) -> Tokenizer:
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
     special = {key: text for key, text in named.items() if key.endswith("_token") and isinstance(text, str)}
+    _check_added(backend, settings, path, folder / "tokenizer_config.json")
     source = _templates(settings.get("chat_template"), folder / "tokenizer_config.json")
     files = [(folder / "chat_template.jinja", "default"),
              *((path, path.stem) for path in sorted((folder / "additional_chat_templates").glob("*.jinja")))]
@@ -314,7 +329,17 @@ def load_folder_tokenizer(folder: Path, stop_ids: Sequence[int]) -> Tokenizer:
                 source[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{path}: {error}") from None
-    return Tokenizer(backend, ChatTemplate(source, special) if source else None, stop_ids)
+    return Tokenizer(backend, ChatTemplate(source, special) if source else None, stop_ids, str(folder / "tokenizer.json"))
+
+
+def _check_added(backend: tokenizers.Tokenizer, settings: dict[str, Any], path: Path, other: Path) -> None:
+    """Raise when the two files have different tokens for one id. One that only the settings have is not told for certain."""
+    stated = settings.get("added_tokens_decoder")
+    for id, token in stated.items() if isinstance(stated, dict) else ():
+        content = token.get("content") if isinstance(token, dict) else None
+        if id.isdecimal() and len(id) < 10 and isinstance(content, str) and backend.id_to_token(int(id)) not in (None, content):
+            raise TokenizerError(f"{path} has {backend.id_to_token(int(id))!r} as id {id}, and {other} has {content!r}: "
+                                 "they belong to different models")
 
 
 def _templates(value: Any, path: Path) -> dict[str, str]:

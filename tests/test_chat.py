@@ -270,6 +270,18 @@ def test_template_arguments_reach_the_template():
         "<think>\n\n</think>\n\n"
 
 
+@pytest.mark.parametrize("arguments", [{"messages": []}, {"spoken": 1}, {"control_in_text": True}, {"self": 1}, {1: 2}, [1], "x"])
+def test_template_arguments_that_are_not_the_templates_are_refused_when_the_chat_is_made_and_later(arguments):
+    """Some were a TypeError of the first turn."""
+    with pytest.raises(TokenizerError, match="template_arguments is .* none of them named self, messages, spoken or control_in_text"):
+        make_chat(template_arguments=arguments)
+    chat = make_chat()
+    chat.template_arguments = arguments
+    with pytest.raises(TokenizerError, match="template_arguments is"):
+        chat.send("Hello")
+    assert len(chat.messages) == 1 and chat.engine.tokens == []
+
+
 @both_engines
 def test_a_prompt_of_one_token_too_many_is_refused_before_anything_is_rewound(kind):
     """I5: an over-long prompt was cut without a word. At capacity it fits; one more is an error with the numbers."""

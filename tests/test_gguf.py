@@ -389,6 +389,9 @@ TEXTS = ["", "Hello", "The capital of France is Paris.", "I'LL say it's 5 o'cloc
          "\x00\x7f\xff"]
 
 
+WORDED = {**BASE, "vocab_size": 544}                        # more ids than the tokenizer has, as real models do
+
+
 def tokenizer_metadata(pre="qwen2", **more):
     """Metadata of the built-in model's tokenizer, as llama.cpp's converter writes it."""
     tokens = {**TINY["model"]["vocab"], **{added["content"]: added["id"] for added in TINY["added_tokens"]}}
@@ -407,7 +410,7 @@ def direct(pre):
 
 
 def gguf_tokenizer(tmp_path, pre="qwen2", **more):
-    return load_tokenizer(write(tmp_path / "x.gguf", BASE, extra=tokenizer_metadata(pre, **more)))
+    return load_tokenizer(write(tmp_path / "x.gguf", WORDED, extra=tokenizer_metadata(pre, **more)))
 
 
 @pytest.mark.parametrize("pre", PRE)
@@ -434,7 +437,7 @@ def test_a_pre_tokenizer_or_model_of_another_kind_is_refused_by_name(tmp_path):
         gguf_tokenizer(tmp_path, "deepseek-llm")
     extra = {**tokenizer_metadata(), "tokenizer.ggml.model": ("string", "llama")}
     with pytest.raises(TokenizerError, match="tokenizer.ggml.model 'llama' is not rebuilt"):
-        load_tokenizer(write(tmp_path / "x.gguf", BASE, extra=extra))
+        load_tokenizer(write(tmp_path / "x.gguf", WORDED, extra=extra))
 
 
 def test_bos_is_added_once_and_only_where_it_is_asked_for(tmp_path):
@@ -444,7 +447,7 @@ def test_bos_is_added_once_and_only_where_it_is_asked_for(tmp_path):
     tokenizer = gguf_tokenizer(tmp_path, **bos, chat_template=("string", template))
     plain = tokenizer.encode("Hello")
     assert END_OF_TEXT not in plain and tokenizer.encode("Hello", add_special_tokens=True) == [END_OF_TEXT, *plain]
-    chat = Chat(load("tiny"), tokenizer)
+    chat = Chat(load(tmp_path / "x.gguf"), tokenizer)
     ids = chat.prompt([{"role": "user", "content": "Hello"}]).ids
     assert ids[0] == END_OF_TEXT and ids.count(END_OF_TEXT) == 1
 
@@ -460,8 +463,18 @@ def test_llama_bpe_takes_a_word_that_is_a_token_whole_even_if_no_merges_lead_to_
     extra = tokenizer_metadata("llama-bpe")
     for key, new in (("tokens", "zqzq"), ("token_type", 1)):
         extra[f"tokenizer.ggml.{key}"] = ("array", [*extra[f"tokenizer.ggml.{key}"][1], new])
-    tokenizer = load_tokenizer(write(tmp_path / "x.gguf", BASE, extra=extra))
+    tokenizer = load_tokenizer(write(tmp_path / "x.gguf", WORDED, extra=extra))
     assert tokenizer.encode("zqzq") == [IM_END + 1]
+
+
+@pytest.mark.parametrize("vocab", [64, IM_END, IM_END + 1])
+def test_a_tokenizer_with_more_tokens_than_the_model_has_ids_is_refused_by_name(tmp_path, vocab):
+    path = write(tmp_path / "x.gguf", {**BASE, "vocab_size": vocab}, extra=tokenizer_metadata())
+    if vocab > IM_END:
+        load_tokenizer(path)
+        return
+    with pytest.raises(TokenizerError, match=f"x.gguf: tokenizer.ggml.tokens can give id {IM_END}, but the model of .* a vocabulary of {vocab}:"):
+        load_tokenizer(path)
 
 
 @pytest.mark.parametrize("merge", ["zq zq", "zq"])
@@ -469,7 +482,7 @@ def test_merges_that_do_not_fit_the_tokens_are_refused_by_name(tmp_path, merge):
     extra = tokenizer_metadata()
     extra["tokenizer.ggml.merges"] = ("array", [*extra["tokenizer.ggml.merges"][1], merge])
     with pytest.raises(Exception) as caught:
-        load_tokenizer(write(tmp_path / "x.gguf", BASE, extra=extra))
+        load_tokenizer(write(tmp_path / "x.gguf", WORDED, extra=extra))
     assert isinstance(caught.value, TokenizerError) and "x.gguf" in str(caught.value)
 
 
@@ -544,7 +557,8 @@ def test_qwen3s_tokenizer_through_gguf_metadata_encodes_as_the_folder(qwen3_fold
              "tokenizer.ggml.tokens": ("array", sorted(tokens, key=tokens.get)),
              "tokenizer.ggml.token_type": ("array", [kinds.get(i, 1) for i in range(len(tokens))]),
              "tokenizer.ggml.merges": ("array", merges), "tokenizer.ggml.eos_token_id": ("uint32", 151645)}
-    ours = load_tokenizer(write(tmp_path / "x.gguf", BASE, extra=extra))
+    ours = load_tokenizer(write(tmp_path / "x.gguf", BASE, extra=extra, kind=Type.F16,
+                                tensors={"model.embed_tokens.weight": np.zeros((151936, 32), np.float32)}))
     theirs = load_folder_tokenizer(qwen3_folder, ())
     source = Path(__file__).read_text(encoding="utf-8")
     for text in (*TEXTS, source):

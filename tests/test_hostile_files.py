@@ -43,7 +43,7 @@ def mutated(data: bytes, edits, reach: int) -> bytes:
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("healthy")
-    write_checkpoint(folder, T_CONFIG, seed=1)
+    write_checkpoint(folder, {**T_CONFIG, "vocab_size": 512}, seed=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(refengine.__file__).parent / "data" / "tiny" / name, folder / name)
     load_model(folder), load_tokenizer(folder).render([{"role": "user", "content": "x"}])

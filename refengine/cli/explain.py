@@ -10,7 +10,7 @@ from refengine.cli import setup
 from refengine.errors import TokenizerError
 from refengine.lint_template import walk
 from refengine.parsers import parser_named
-from refengine.template import plain_messages
+from refengine.template import plain_messages, template_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,9 +35,7 @@ def _transcript(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise TokenizerError(f"{path}: it should be a list of messages, or an object with messages, tools, documents and "
                              "template_arguments")
-    extra = given.get("template_arguments", {})
-    if not isinstance(extra, dict) or {"messages", "spoken", "control_in_text"} & extra.keys():
-        raise TokenizerError(f"{path}: template_arguments is {extra!r:.80}, not an object of the template's own arguments")
+    extra = template_arguments(given.get("template_arguments"), f"{path}: template_arguments")
     for i, message in enumerate(plain_messages(messages)):
         raw, ids = message.get("raw", ""), message.get("ids", [])
         numbers = isinstance(ids, list) and all(type(id) is int and 0 <= id < 2**32 for id in ids)
