@@ -157,3 +157,46 @@ def test_any_number_of_workers_gives_one_receipt_and_a_run_out_of_time_one_that_
     assert json.loads((tmp_path / "short.json").read_text())["planned"]["chats"] == 1
     assert main(["verify", "short.json", "--workers", "2"]) == 0
     assert capsys.readouterr().out.count("the same") == 3
+
+
+class BadAnchor(PipelinedEngine):
+    """Prefills on its own, as re-anchoring does, with one wrong value."""
+
+    def prefill(self, tokens):
+        super().prefill(tokens)
+        self.cache.pool.fields[1][2, 1, 3, 5] += 1
+
+
+@pytest.mark.parametrize("options", [{"keep_ids": True}, {"reanchor": True}, {"keep_ids": True, "reanchor": True}])
+def test_kept_ids_and_re_anchoring_are_proved_too(model, tokenizer, options):
+    def result(engine, **options):
+        sides = [Side("truth OFF", PipelinedEngine(model), tokenizer, False, **options),
+                 Side("suspect ON", engine, tokenizer, True, **options)]
+        return prove(sides, seed=3, chats=2, turns=5, max_tokens=8)
+
+    plain, with_them = result(PipelinedEngine(model)), result(PipelinedEngine(model), **options)
+    assert plain.differences == with_them.differences == []
+    assert (plain.digest == with_them.digest) == ("keep_ids" not in options), "kept ids are other prompts, anchors change nothing"
+    on = [[row.turns["suspect ON"] for row in one.rows if row.turns["suspect ON"]] for one in (plain, with_them)]
+    assert sum(turn.forwarded for turn in on[1]) < sum(turn.forwarded for turn in on[0]), "and it shows in what runs before the first id"
+    assert (sum(turn.anchored for turn in on[1]) > 0) == ("reanchor" in options)
+    assert ("kv" in {d.kind for d in result(BadAnchor(model), **options).differences}) == ("reanchor" in options)
+
+
+def test_a_receipt_says_whether_ids_were_kept_and_anchors_prefilled_and_verify_does_so_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    chats, planned = ["prove", "--chats", "1", "--turns", "4", "--max-tokens", "6", "--engine", "pipelined"], {}
+    for name, flags in (("plain", []), ("both", ["--keep-ids", "--reanchor"])):
+        assert main([*chats, *flags, "--receipt", f"{name}.json"]) == 0
+        planned[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert main(["verify", f"{name}.json"]) == 0
+    assert capsys.readouterr().out.count("the same") == 6
+    assert [[one["planned"][key] for key in ("keep_ids", "reanchor")] for one in planned.values()] == [[False] * 2, [True] * 2]
+    assert planned["plain"]["digest"] != planned["both"]["digest"]
+    del planned["plain"]["planned"]["keep_ids"], planned["plain"]["planned"]["reanchor"]        # as receipts were before
+    (tmp_path / "old.json").write_text(json.dumps(planned["plain"]))
+    assert main(["verify", "old.json"]) == 0
+    planned["both"]["planned"]["keep_ids"] = False
+    (tmp_path / "other.json").write_text(json.dumps(planned["both"]))
+    assert main(["verify", "other.json"]) == 1
+    assert main([*chats, "--histories", "3", "--keep-ids"]) == 2 and "are for chats" in capsys.readouterr().err

@@ -38,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument("--chats", type=int, help="how many chats (8 for tiny, 2 for others)")
     prove.add_argument("--turns", type=int, help="turns a chat (6 for tiny, 4 for others)")
     prove.add_argument("--max-tokens", type=int, default=24, help="longest answer (default %(default)s)")
+    prove.add_argument("--keep-ids", action="store_true", help="in the chats, answers keep the ids they were generated with")
+    prove.add_argument("--reanchor", action="store_true", help="in the chats, with the cache on, prefill between turns what the next "
+                       "prompt will begin with")
     prove.add_argument("--histories", type=int, metavar="N", help="a campaign instead of chats: N random histories of "
                        "prefill, generate, turn, rewind, cancel and raised errors, both engines, any page and chunk size")
     prove.add_argument("--workers", type=int, help="processes (default 1, for --histories 2); each loads the model")

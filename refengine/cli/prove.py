@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     planned = {"engine": arguments.engine, "chats": arguments.chats if arguments.chats is not None else 8 if small else 2,
                "turns": arguments.turns if arguments.turns is not None else 6 if small else 4,
                "max_tokens": arguments.max_tokens, "long_words": 60 if small else 24, "capacity": arguments.capacity,
-               "page_size": arguments.page_size}
+               "page_size": arguments.page_size, "keep_ids": arguments.keep_ids, "reanchor": arguments.reanchor}
     if min(planned["chats"], planned["turns"], planned["max_tokens"], arguments.workers) < 1:
         raise ValueError("chats, turns, max-tokens and workers must be at least 1")
     console.print(f"loading {arguments.model}, {arguments.arithmetic} arithmetic", highlight=False)
@@ -69,6 +69,8 @@ def _progress(console: Console) -> Progress:
 
 
 def _campaign(console: Console, arguments: argparse.Namespace) -> int:
+    if arguments.keep_ids or arguments.reanchor:
+        raise ValueError("--keep-ids and --reanchor are for chats; --histories has no text")
     if arguments.histories < 1 or arguments.workers < 1:
         raise ValueError("histories and workers must be at least 1")
     model = load_model(arguments.model, arguments.arithmetic)

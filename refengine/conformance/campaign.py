@@ -115,7 +115,8 @@ def sides_of(model: Model, planned: dict[str, Any]) -> list[Side]:
     for name in side_names(planned):
         kind, cache = name.split()
         engine = load(model, engine=kind, capacity=planned["capacity"], page_size=planned["page_size"])
-        sides.append(Side(name, engine, tokenizer, cache == "ON"))
+        sides.append(Side(name, engine, tokenizer, cache == "ON", keep_ids=planned.get("keep_ids", False),
+                          reanchor=planned.get("reanchor", False)))
     return sides
 
 

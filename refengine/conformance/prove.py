@@ -4,6 +4,7 @@ All sides play the same steps. The first side is the truth; the others must equa
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import time
@@ -17,6 +18,7 @@ from refengine.chat import Chat, Turn
 from refengine.conformance.chats import Step, apply, random_steps
 from refengine.conformance.compare import bits, first_difference, first_kv_difference
 from refengine.engine import Engine
+from refengine.errors import RefengineError
 from refengine.prefix import common_prefix, reusable
 from refengine.tokenizer import Tokenizer
 
@@ -76,23 +78,31 @@ class Played(NamedTuple):
 
 
 class Side:
-    """One engine with the cache on or off, its chat, and a record of what it computed."""
+    """One engine with the cache on or off, its chat, and a record of what it computed.
 
-    def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer, prefix_cache: bool, chat_class: type[Chat] = Chat):
+    keep_ids, reanchor: as of `Chat`; but what that does in idle time is done before the next step, when all was compared.
+    """
+
+    def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer, prefix_cache: bool, chat_class: type[Chat] = Chat, *,
+                 keep_ids: bool = False, reanchor: bool = False):
         self.name, self.engine, self.tokenizer, self.prefix_cache = name, _Recorder(engine), tokenizer, prefix_cache
-        self.chat_class = chat_class
+        self.chat_class, self.keep_ids, self.reanchor = chat_class, keep_ids, reanchor
         self.new_chat()
 
     def new_chat(self) -> None:
         """Another conversation on the same engine, which still holds the last one."""
         self.chat = self.chat_class(self.engine, self.tokenizer)
         self.chat.prefix_cache, self.chat.stats_log = self.prefix_cache, None  # whatever the environment says
+        self.chat.keep_ids = self.keep_ids
 
     def play(self, step: Step) -> Played:
         """Do a step and read its answer to the end, or to where it is to be cancelled."""
         self.engine.begin()
         turns, text, error = len(self.chat.turns), "", ""
         try:
+            if self.reanchor and self.prefix_cache and self.chat.turns:
+                with contextlib.suppress(RefengineError):  # a full cache, a template that refuses: the turn will say so itself
+                    self.chat.turns[-1].anchored += self.chat.anchor()
             stream = apply(step, self.chat)
             if step.cancel == 0:
                 stream.close()

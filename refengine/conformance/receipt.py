@@ -14,6 +14,7 @@ from refengine.model import Model
 
 SCHEMA = "refengine-receipt/1"
 _KINDS = {"chats": ("engine", "chats", "turns", "max_tokens", "long_words", "capacity", "page_size"), "histories": ("histories",)}
+_OPTIONAL = {"chats": ("keep_ids", "reanchor"), "histories": ()}  # not in a receipt: off
 
 
 class ReceiptError(RefengineError, ValueError):
@@ -68,7 +69,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ReceiptError(f"{path}: refengine is {receipt.get('refengine')!r}; this is {refengine.__version__}, whose random "
                            "histories may be others")
     planned, model = receipt.get("planned"), receipt.get("model")
-    if not isinstance(planned, dict) or set(planned) != set(_KINDS[receipt["kind"]]):
+    if not isinstance(planned, dict) or set(planned) - set(_OPTIONAL[receipt["kind"]]) != set(_KINDS[receipt["kind"]]):
         raise ReceiptError(f"{path}: planned does not have the fields {', '.join(_KINDS[receipt['kind']])}")
     if not isinstance(model, dict) or not all(isinstance(model.get(key), str) for key in ("source", "fingerprint")):
         raise ReceiptError(f"{path}: model does not have source and fingerprint")
