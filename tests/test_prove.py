@@ -185,7 +185,7 @@ def test_kept_ids_and_re_anchoring_are_proved_too(model, tokenizer, options):
 
 def test_a_receipt_says_whether_ids_were_kept_and_anchors_prefilled_and_verify_does_so_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    chats, planned = ["prove", "--chats", "1", "--turns", "4", "--max-tokens", "6", "--engine", "pipelined"], {}
+    chats, planned = ["prove", "--chats", "1", "--turns", "5", "--seed", "3", "--engine", "pipelined"], {}
     for name, flags in (("plain", []), ("both", ["--keep-ids", "--reanchor"])):
         assert main([*chats, *flags, "--receipt", f"{name}.json"]) == 0
         planned[name] = json.loads((tmp_path / f"{name}.json").read_text())
@@ -193,6 +193,8 @@ def test_a_receipt_says_whether_ids_were_kept_and_anchors_prefilled_and_verify_d
     assert capsys.readouterr().out.count("the same") == 6
     assert [[one["planned"][key] for key in ("keep_ids", "reanchor")] for one in planned.values()] == [[False] * 2, [True] * 2]
     assert planned["plain"]["digest"] != planned["both"]["digest"]
+    reused = [sum(row["sides"]["pipelined ON"]["reused"] for row in one["rows"] if row["sides"]["pipelined ON"]) for one in planned.values()]
+    assert reused[0] < reused[1]
     del planned["plain"]["planned"]["keep_ids"], planned["plain"]["planned"]["reanchor"]        # as receipts were before
     (tmp_path / "old.json").write_text(json.dumps(planned["plain"]))
     assert main(["verify", "old.json"]) == 0
