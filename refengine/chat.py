@@ -13,7 +13,7 @@ from typing import Any
 
 from refengine.engine import Engine
 from refengine.errors import CapacityError, RefengineError, TokenizerError
-from refengine.explain import Explanation, Prompt, explain
+from refengine.explain import Explanation, Prompt, Trail
 from refengine.parsers import Parser, parser_named
 from refengine.prefix import common_prefix, reusable
 from refengine.sampling import GREEDY, Sampling
@@ -95,8 +95,7 @@ class Chat:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.turns: list[Turn] = []
         self._answers = 0  # given out: only the newest may still write the history
-        self._fed: tuple[Prompt, dict[str, Any] | None] | None = None  # what the engine was last given, and the answer
-        self._spoken: list[Spoken] = []
+        self._trail, self._spoken = Trail(), Spoken()
         self._idle: tuple[threading.Thread, threading.Event] | None = None
 
     def send(self, message: str | dict[str, Any] | list[dict[str, Any]]) -> Iterator[str]:
@@ -123,7 +122,7 @@ class Chat:
         """Start over, keeping the system prompt."""
         self._interrupt()
         self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
-        self.turns, self._fed, self._spoken = [], None, []
+        self.turns, self._trail, self._spoken = [], Trail(), Spoken()
         self._answers += 1  # an answer still open must not come back
         self.engine.reset()
 
@@ -138,7 +137,7 @@ class Chat:
         own = {"tools": self.tools, "documents": self.documents}
         arguments = {**{name: value for name, value in own.items() if value is not None}, **_arguments(self.template_arguments)}
         text, ids = self.tokenizer.encode_chat(messages, control_in_text=self.control_in_text,
-                                               spoken=self._spoken if self.keep_ids else (), **arguments)
+                                               spoken=self._spoken if self.keep_ids else Spoken(), **arguments)
         if not ids:
             raise TokenizerError("the chat template rendered to no token at all")
         try:
@@ -166,10 +165,8 @@ class Chat:
         held = self.engine.tokens
         reused, fallback = self.rewind(prompt.ids)                             # 2., 3. common prefix, rewind
         turn = Turn(len(prompt.ids), reused, len(prompt.ids) - reused, fallback)
-        before, answer = self._fed or (None, None)
-        turn._explain = partial(explain, self.tokenizer, self.parser, held, prompt, reused=reused, before=before, answer=answer,
+        turn._explain = partial(self._trail.explain, self._trail.add(held, prompt), self.tokenizer, self.parser, reused=reused,
                                 fallback=fallback, cache=self.prefix_cache)
-        self._fed = prompt, None
         feed = prompt.ids if self.engine.prefix_reuse_feeds_full_sequence else prompt.ids[reused:]
         ids = self.engine.generate(feed, max_tokens=self.max_tokens, stop_ids=self.tokenizer.stop_ids, sampling=sampling)
         self._answers += 1
@@ -230,8 +227,8 @@ class Chat:
         message = self.parser.history(reply)
         self.messages = [*messages, message]
         self.turns.append(turn)
-        self._fed = prompt, copy.deepcopy(message)
-        self._spoken.append(Spoken(prompt.text, turn.raw, turn.ids))
+        self._trail.answered(copy.deepcopy(message))
+        self._spoken = self._spoken.followed_by(prompt.text, turn.raw, turn.ids)
         self._log(turn)
         if self.reanchors and self.prefix_cache:
             stop = threading.Event()

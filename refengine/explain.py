@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from refengine.errors import TokenizerError
 from refengine.parsers import Parser
-from refengine.prefix import common_prefix
+from refengine.prefix import common_prefix, common_start
 from refengine.tokenizer import Tokenizer
 
 CAUSES = {
@@ -42,6 +42,47 @@ class Prompt(NamedTuple):
     arguments: dict[str, Any]       # of the template: tools, documents, enable_thinking, ...
     text: str
     ids: list[int]
+
+
+class Trail:
+    """What the turns of a chat were given and what was held before each, kept as what it adds to the turn before: as much as
+    was said and run again, where whole prompts would grow with the square of the turns."""
+
+    def __init__(self):
+        self._added: list[tuple] = []                     # (common, rest) of messages, text, ids, held; arguments; answer
+        self._last = Prompt([], {}, "", []), None         # the newest, whole, and the message that came of it
+
+    def add(self, held: Sequence[int], prompt: Prompt) -> int:
+        """A turn begins. Returns its number."""
+        (messages, arguments, text, ids), answer = self._last
+        if json.dumps(prompt.arguments) == json.dumps(arguments):               # by their text: the order of keys counts
+            prompt = prompt._replace(arguments=arguments)
+        was = [*messages, *([answer] if answer else [])]
+        same = common_start(list(map(json.dumps, was)), list(map(json.dumps, prompt.messages)))
+        pairs = (text, prompt.text), (ids, prompt.ids), (ids, held)
+        self._added.append(((same, prompt.messages[same:]), *((n := common_start(old, new), new[n:]) for old, new in pairs),
+                            prompt.arguments, answer))
+        self._last = prompt, None
+        return len(self._added) - 1
+
+    def answered(self, message: dict[str, Any]) -> None:
+        """The newest turn put this into the history."""
+        self._last = self._last[0], message
+
+    def explain(self, number: int, tokenizer: Tokenizer, parser: Parser, **counts: Any) -> Explanation:
+        """See `explain`."""
+        held, prompt, before, answer = self.turn(number)
+        return explain(tokenizer, parser, held, prompt, before=before, answer=answer, **counts)
+
+    def turn(self, number: int) -> tuple[list[int], Prompt, Prompt | None, dict[str, Any] | None]:
+        """What was held, the prompt, the prompt before and its answer."""
+        held, prompt, before, answer = [], Prompt([], {}, "", []), None, None
+        for i, (messages, text, ids, kept, arguments, answer) in enumerate(self._added[:number + 1]):
+            before = prompt if i else None
+            was = [*prompt.messages, *([answer] if answer else [])]
+            held = prompt.ids[:kept[0]] + list(kept[1])
+            prompt = Prompt(was[:messages[0]] + messages[1], arguments, prompt.text[:text[0]] + text[1], prompt.ids[:ids[0]] + ids[1])
+        return held, prompt, before, answer
 
 
 @dataclass(frozen=True)
@@ -123,7 +164,7 @@ def _message_at(tokenizer: Tokenizer, prompt: Prompt, at: int) -> int | None:
             except TokenizerError:
                 continue
             if text != prompt.text:  # else the template does not show these
-                if _same(text, prompt.text) >= at:
+                if common_start(text, prompt.text) >= at:
                     return i
                 break
     return None
@@ -132,7 +173,7 @@ def _message_at(tokenizer: Tokenizer, prompt: Prompt, at: int) -> int | None:
 def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text: str, at: int, common: int, prompt: Prompt,
            before: Prompt | None, answer: dict[str, Any] | None, place: int | None) -> tuple[str, str]:
     """(cause, detail). What changed in the caller's hands comes before what the template did with it."""
-    parted = _same(prompt.text, held_text)
+    parted = common_start(prompt.text, held_text)
     if at < parted and common_prefix(tokenizer.encode(held_text), held) == common:
         return "re-tokenised text", ""                       # the held ids are not those of their own text
     if before is None:
@@ -161,11 +202,6 @@ def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text:
     return "template re-rendering", ""
 
 
-def _same(a: Sequence, b: Sequence) -> int:
-    """Length of the common prefix of two texts or lists."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
 def _line(text: str, at: int) -> str:
     return text[text.rfind("\n", 0, at) + 1:].partition("\n")[0]
 
@@ -180,7 +216,7 @@ def _changed_arguments(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, s
 
 
 def _changed_messages(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[str, str] | None:
-    same = _same(was, now)
+    same = common_start(was, now)
     if same == len(was):
         return None
     system = [len(messages) > 0 and messages[0]["role"] == "system" for messages in (was, now)]

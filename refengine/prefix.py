@@ -11,6 +11,14 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return int(differ[0]) if len(differ) else n
 
 
+def common_start(a: Sequence, b: Sequence) -> int:
+    """Length of the longest common prefix of two texts, or of two lists of anything. Never decides what is reused."""
+    n, at = min(len(a), len(b)), 0
+    while at < n and a[at:at + 4096] == b[at:at + 4096]:
+        at += 4096
+    return next((i for i in range(at, n) if a[i] != b[i]), n)
+
+
 def reusable(prompt: Sequence[int], cached: Sequence[int]) -> int:
     """How many cached positions a prompt may keep: its common prefix with the cache, but never all of itself.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refengine.errors import TokenizerError
+from refengine.prefix import common_start
 from refengine.template import ChatTemplate, plain_messages
 
 if TYPE_CHECKING:
@@ -22,22 +23,19 @@ class Rendered(NamedTuple):
 
 
 class Spoken(NamedTuple):
-    """A generation: the text of its prompt, its own text with special tokens, its ids."""
+    """The generations of a conversation: its text up to the end of the last one, and (start, stop, ids) of each in it."""
 
-    prompt: str
-    text: str
-    ids: Sequence[int]
+    text: str = ""
+    spans: Sequence[tuple[int, int, Sequence[int]]] = ()
 
+    def within(self, text: str) -> list[tuple[int, int, Sequence[int]]]:
+        """Those that another text has where they were, after all that was before them."""
+        same = common_start(self.text, text)
+        return [span for span in self.spans if span[1] <= same]
 
-def _in_place(text: str, spoken: Sequence[Spoken]) -> list[tuple[int, int, Sequence[int]]]:
-    """(start, stop, ids) of the generations that a text has where they were; of two in one place, the later."""
-    found: list[tuple[int, int, Sequence[int]]] = []
-    for prompt, answer, ids in spoken:
-        start = len(prompt)
-        if answer and text.startswith(prompt) and text.startswith(answer, start):
-            found = [span for span in found if span[1] <= start]
-            found.append((start, start + len(answer), ids))
-    return found
+    def followed_by(self, prompt: str, answer: str, ids: Sequence[int]) -> Spoken:
+        """With a generation, special tokens included, after its prompt. What that has no more is forgotten."""
+        return Spoken(prompt + answer, [*self.within(prompt), *([(len(prompt), len(prompt + answer), ids)] if answer else [])])
 
 
 _WORD = re.compile(r"[\w\s\u2581]*")  # an added token that is only this is a word or blanks, and controls nothing
@@ -101,7 +99,7 @@ class Tokenizer:
                                  "metadata); use generate instead of chat")
         return self.template
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, control_in_text: bool = False, spoken: Sequence[Spoken] = (),
+    def encode_chat(self, messages: list[dict[str, Any]], *, control_in_text: bool = False, spoken: Spoken = Spoken(),
                     **arguments: Any) -> Rendered:
         """The chat template over a history, and its ids.
 
@@ -119,7 +117,7 @@ class Tokenizer:
             raise TokenizerError("what a chat template is given is nested too deeply") from None
         text, marked = self._template().render_marked(messages, {other: first for first, other in hidden.items()}, arguments)
         ids, at, real = [], 0, set(self.control.values())
-        for start, stop, own in _in_place(text, spoken):
+        for start, stop, own in spoken.within(text):
             there = iter(self.encode(marked[start:stop]))
             if all(id in there for id in own if id in real):                     # control tokens in it are so in the text too
                 ids += self._encode_part(marked, at, start, hidden) + list(own)

@@ -178,7 +178,7 @@ def test_every_cause_with_its_place_both_sides_and_what_it_cost(cause, at, sourc
         held = chat.engine.tokens
     list(chat.regenerate()) if then == "regenerate" else say(chat, "More")
     turn, found = chat.turns[-1], chat.turns[-1].explain()
-    prompt = turn._explain.args[3].ids                                        # the clock has gone on since
+    prompt = chat._trail.turn(turn._explain.args[0])[1].ids                   # the clock has gone on since
     assert found.cause == cause and (found.message, found.role) == (at, chat.messages[at]["role"] if at is not None else "")
     common = naive_prefix(prompt, held)
     lost = cause in ("cache off", "cannot rewind", "cold")

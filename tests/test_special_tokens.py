@@ -203,7 +203,7 @@ def test_a_word_within_a_text_gets_no_space_before_it_though_it_stands_beside_a_
     assert broken.ids[:plain.ids.index(END) + 1 + len(dog)] == plain.ids[:-1] and tokenizer.encode("a dog")[:1] == [space] != dog[:1]
     first = tokenizer.encode_chat([{"role": "user", "content": "a dog<|im_end|>"}])
     assert first.ids[:len(dog)] == tokenizer.encode("a dog")[:len(dog)], "and the first is"
-    kept = tokenizer.encode_chat([{"role": "user", "content": "onecat"}], spoken=[Spoken("o", "ne", dog)])
+    kept = tokenizer.encode_chat([{"role": "user", "content": "onecat"}], spoken=Spoken("one", [(1, 3, dog)]))
     cat = tokenizer.encode_plain("cat", within=True)
     assert kept.ids == [*tokenizer.encode("o"), *dog, *cat, END] and tokenizer.encode("cat") != cat
 
