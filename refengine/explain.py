@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from refengine.errors import TokenizerError
 from refengine.parsers import Parser
 from refengine.prefix import common_prefix, common_start
+from refengine.template import REASONING
 from refengine.tokenizer import Tokenizer
 
 CAUSES = {
@@ -22,6 +23,7 @@ CAUSES = {
     "re-tokenised text": "the text is the same, but encodes to other ids than were generated",
     "tool definitions": "the tools are others",
     "tool order": "the same tools, with their list or their keys in another order",
+    "documents": "the documents are others",
     "template arguments": "the template is given other arguments",
     "system prompt": "the system prompt was changed",
     "clock": "a date or time in the system prompt, or one that the template writes, went on",
@@ -31,8 +33,15 @@ CAUSES = {
     "stripped reasoning": "the template leaves the reasoning of an earlier answer out of the history",
     "template re-rendering": "the template writes an earlier message differently than before",
 }
-_CLOCK = re.compile(r"\d{1,4}([-/.:T ]\d{1,4})+|\d+|\b[AP]M\b|"
-                    r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w*")
+_DAY, _MONTH = r"(?:0?[1-9]|[12]\d|3[01])", (r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|"
+                                              r"Sept?(?:ember)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)\.?")
+_WEEKDAY = r"(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? )?"
+_TIME = r"(?:[01]?\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?: ?[AaPp]\.?[Mm])?(?:Z|[+-]\d\d:?\d\d)?"
+_CLOCK = re.compile(r"(?<![\w.:/-])(?:" + "|".join((                         # a date, a time, or both
+    rf"\d{{4}}-(?:0[1-9]|1[0-2])-{_DAY}(?:[T ]{_TIME})?", rf"\d{{4}}/(?:0?[1-9]|1[0-2])/{_DAY}", rf"{_DAY}/{_DAY}/\d{{4}}",
+    rf"{_DAY}\.(?:0?[1-9]|1[0-2])\.\d{{4}}", rf"{_WEEKDAY}{_DAY}(?:st|nd|rd|th)?(?: of)? {_MONTH}(?:,? \d{{4}})?",
+    rf"{_WEEKDAY}{_MONTH} {_DAY}(?:st|nd|rd|th)?(?:,? \d{{4}})?", rf"{_MONTH} \d{{4}}", r"(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day",
+    _TIME, r"(?:0?[1-9]|1[0-2]) ?[AaPp]\.?[Mm]")) + r")(?![\w/]|[.:-]\d)")
 
 
 class Prompt(NamedTuple):
@@ -142,48 +151,56 @@ def explain(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], prompt: P
         return Explanation("append-only", **counts)
     held_text = tokenizer.decode(held, skip_special_tokens=False)
     at = len(tokenizer.decode(held[:common], skip_special_tokens=False))         # characters in common by ids
-    place = _message_at(tokenizer, prompt, at)
-    cause, detail = _cause(tokenizer, parser, held, held_text, at, common, prompt, before, answer, place)
+    place, end = _message_at(tokenizer, prompt, at)
+    cause, detail = _cause(tokenizer, parser, held, held_text, at, common, prompt, before, answer, place, end)
     ours, theirs = list(held[common:common + _SHOWN]), prompt.ids[common:common + _SHOWN]
     return Explanation(cause, **counts, message=place, role=prompt.messages[place]["role"] if place is not None else "",
                        held_ids=ours, prompt_ids=theirs, held_text=tokenizer.decode(ours, skip_special_tokens=False),
                        prompt_text=tokenizer.decode(theirs, skip_special_tokens=False), detail=detail)
 
 
-def _message_at(tokenizer: Tokenizer, prompt: Prompt, at: int) -> int | None:
-    """The message that character ``at`` of the prompt's text belongs to; None in what follows the last one.
+def _message_at(tokenizer: Tokenizer, prompt: Prompt, at: int) -> tuple[int | None, int]:
+    """(the message that character ``at`` of the prompt's text belongs to, where it ends); None in what follows the last one."""
+    for i in range(len(prompt.messages)):
+        end = _end_of(tokenizer, prompt, i)
+        if end is not None and end >= at:
+            return i, end
+    return None, len(prompt.text)
 
-    Where a message ends is found by making it longer: up to there the rendering stays as it is, whatever the template does.
-    """
-    for i, message in enumerate(prompt.messages):
-        calls, content = message.get("tool_calls") or [], f"{message.get('content') or ''}\ue000"
-        for more in ([{"tool_calls": [*calls, calls[-1]]}] if calls else []) + [{"content": content}]:
-            try:
-                changed = [*prompt.messages[:i], {**message, **more}, *prompt.messages[i + 1:]]
-                text = tokenizer.render(changed, **prompt.arguments)
-            except TokenizerError:
-                continue
-            if text != prompt.text:  # else the template does not show these
-                if common_start(text, prompt.text) >= at:
-                    return i
-                break
+
+def _end_of(tokenizer: Tokenizer, prompt: Prompt, i: int) -> int | None:
+    """Where a message ends in the prompt's text, found by making it longer: up to there the rendering stays as it is, whatever
+    the template does. None when the template does not show it."""
+    message = prompt.messages[i]
+    calls, content = message.get("tool_calls") or [], f"{message.get('content') or ''}\ue000"
+    for more in ([{"tool_calls": [*calls, calls[-1]]}] if calls else []) + [{"content": content}]:
+        try:
+            text = _with_message(tokenizer, prompt, i, {**message, **more})
+        except TokenizerError:
+            continue
+        if text != prompt.text:  # else the template does not show these
+            return common_start(text, prompt.text)
     return None
 
 
+def _with_message(tokenizer: Tokenizer, prompt: Prompt, i: int, message: dict[str, Any]) -> str:
+    """The prompt's text if one message were another. Raises TokenizerError."""
+    return tokenizer.render([*prompt.messages[:i], message, *prompt.messages[i + 1:]], **prompt.arguments)
+
+
 def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text: str, at: int, common: int, prompt: Prompt,
-           before: Prompt | None, answer: dict[str, Any] | None, place: int | None) -> tuple[str, str]:
+           before: Prompt | None, answer: dict[str, Any] | None, place: int | None, end: int) -> tuple[str, str]:
     """(cause, detail). What changed in the caller's hands comes before what the template did with it."""
     parted = common_start(prompt.text, held_text)
-    if at < parted and common_prefix(tokenizer.encode(held_text), held) == common:
-        return "re-tokenised text", ""                       # the held ids are not those of their own text
+    if at < parted and _respelled(tokenizer, held, common):
+        return "re-tokenised text", ""
     if before is None:
         return "new conversation", ""
     was = [*before.messages, *([answer] if answer else [])]
-    if found := _changed_arguments(before.arguments, prompt.arguments) or _changed_messages(was, prompt.messages):
+    if found := _changed_arguments(tokenizer, before.arguments, prompt) or _changed_messages(was, prompt.messages, place):
         return found
     if parted < len(before.text):
-        old, new = _line(before.text, parted), _line(prompt.text, parted)
-        if old != new and _CLOCK.sub("0", old) == _CLOCK.sub("0", new):
+        if _only_clock(_line(before.text, parted), _line(prompt.text, parted)):
             return "clock", "written by the template"
         try:
             history = tokenizer.render(before.messages, **{**before.arguments, "add_generation_prompt": False})
@@ -192,30 +209,89 @@ def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text:
         if len(history) <= parted and "<think>" in before.text[len(history):]:
             return "generation-prompt think block", ""
     if place is not None and prompt.messages[place]["role"] == "assistant":
-        message = prompt.messages[place]
-        raw = held_text[len(before.text):] if place == len(before.messages) else str(message.get("content", ""))
-        reasoning = parser.parse(raw).reasoning or str(message.get("reasoning_content") or "")
-        thought = held_text.find(reasoning.strip(), parted)
-        header = 2 * len("<|channel|>analysis<|message|>")
-        if reasoning.strip() and 0 <= thought <= parted + header:              # they part where the reasoning begins
-            return "stripped reasoning", ""
+        if place == len(before.messages):                                        # what was generated
+            raw, old = held_text[len(before.text):], held_text[parted:]
+        else:
+            raw, old = "", before.text[parted:_end_of(tokenizer, before, place)]
+        reasoning = _reasoning(parser, {"content": raw}) or _reasoning(parser, prompt.messages[place])
+        shown = raw or _shows(tokenizer, parser, before, place)
+        if reasoning and reasoning in old and shown and not _shows(tokenizer, parser, prompt, place):
+            # Left out, so that what followed it follows at once. Of that, the last id generated is not held.
+            next_line, rest = prompt.text[parted:end].partition("\n")[0], old.partition(reasoning)[2]
+            said = str(prompt.messages[place].get("content") or "")
+            if next_line in rest or next_line in (said.partition(reasoning)[2] or said) \
+                    or any(next_line.startswith(rest[i:]) for i in range(len(rest))):
+                return "stripped reasoning", ""
     return "template re-rendering", ""
+
+
+def _respelled(tokenizer: Tokenizer, held: Sequence[int], common: int) -> bool:
+    """Is what was held, from there on, other ids than its own text encodes to? Looked at between two control tokens, where
+    what is one and what is only its text is known from the ids."""
+    real = set(tokenizer.control.values())
+    start = max((i + 1 for i in range(common) if held[i] in real), default=0)
+    own = list(held[start:next((i for i in range(common, len(held)) if held[i] in real), len(held))])
+    try:
+        return common_prefix(tokenizer.encode_plain(tokenizer.decode(own), within=start > 0), own) == common - start
+    except TokenizerError:
+        return False
+
+
+def _reasoning(parser: Parser, message: dict[str, Any]) -> str:
+    """What a message says that was thought, in a field of its own or within its content."""
+    named = next((value for name in REASONING if (value := message.get(name))), "")
+    content = message.get("content")
+    return str(named or (parser.parse(content).reasoning if isinstance(content, str) else "")).strip()
+
+
+def _shows(tokenizer: Tokenizer, parser: Parser, prompt: Prompt, i: int) -> bool:
+    """Would the prompt's text be another if the reasoning of a message were?"""
+    message = prompt.messages[i]
+    reasoning = _reasoning(parser, message)
+    other = {key: value.replace(reasoning, reasoning + "\ue000", 1) for key, value in message.items()
+             if key in (*REASONING, "content") and isinstance(value, str) and reasoning}
+    if any(message.get(name) for name in REASONING):
+        other.pop("content", None)                                               # there it is something else
+    try:
+        return _with_message(tokenizer, prompt, i, {**message, **other}) != prompt.text
+    except TokenizerError:
+        return True
 
 
 def _line(text: str, at: int) -> str:
     return text[text.rfind("\n", 0, at) + 1:].partition("\n")[0]
 
 
-def _changed_arguments(was: dict[str, Any], now: dict[str, Any]) -> tuple[str, str] | None:
-    names = [name for name in {**was, **now} if json.dumps(was.get(name)) != json.dumps(now.get(name))]
+def _only_clock(old: str, new: str) -> bool:
+    """Do two texts differ in dates and times only?"""
+    return old != new and _CLOCK.sub("\0", old) == _CLOCK.sub("\0", new)
+
+
+def _changed_arguments(tokenizer: Tokenizer, was: dict[str, Any], prompt: Prompt) -> tuple[str, str] | None:
+    """What the template was given otherwise, if that shows in the prompt."""
+    def shows(name: str) -> bool:
+        back = {**prompt.arguments, name: was.get(name)}
+        try:
+            return tokenizer.render(prompt.messages, **{key: value for key, value in back.items() if key in was or key != name}) != prompt.text
+        except TokenizerError:
+            return True
+
+    now = prompt.arguments
+    names = [name for name in sorted({**was, **now}, key=("documents", "tools").__contains__, reverse=True)
+             if json.dumps(was.get(name)) != json.dumps(now.get(name)) and shows(name)]
     if "tools" in names:
         def canonical(tools):
             return sorted(json.dumps(tool, sort_keys=True) for tool in tools or [])
-        return ("tool order" if canonical(was.get("tools")) == canonical(now.get("tools")) else "tool definitions"), ""
-    return ("template arguments", ", ".join(names)) if names else None
+        cause = "tool order" if canonical(was.get("tools")) == canonical(now.get("tools")) else "tool definitions"
+    elif "documents" in names:
+        cause = "documents"
+    else:
+        return ("template arguments", ", ".join(names)) if names else None
+    others = [name for name in names if name != ("tools" if "tools" in names else "documents")]
+    return cause, f"and {', '.join(others)}" if others else ""
 
 
-def _changed_messages(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[str, str] | None:
+def _changed_messages(was: list[dict[str, Any]], now: list[dict[str, Any]], place: int | None) -> tuple[str, str] | None:
     same = common_start(was, now)
     if same == len(was):
         return None
@@ -223,7 +299,7 @@ def _changed_messages(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> t
     if same == 0 and any(system) and any(message in was for message in now):
         if all(system):
             old, new = (str(messages[0].get("content")) for messages in (was, now))
-            return ("clock", "in the system prompt") if _CLOCK.sub("0", old) == _CLOCK.sub("0", new) else ("system prompt", "")
+            return ("clock", "in the system prompt") if _only_clock(old, new) else ("system prompt", "")
         return "system prompt", "it was put in" if system[1] else "it was taken out"
     head = 1 if all(system) else 0
     for dropped in range(head + 1, len(was)):
@@ -232,4 +308,6 @@ def _changed_messages(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> t
             return "truncation", f"{dropped - head} messages"
     if not any(message in was for message in now[head:]):
         return "new conversation", ""
-    return "edited message", f"message {same}"
+    if place is not None and (place < same or now[place] in was[place:place + 1]):
+        return None                                                              # they part elsewhere: that change is not shown
+    return "edited message", f"message {same if place is None else place}"

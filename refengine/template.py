@@ -18,7 +18,7 @@ from typing import Any
 from refengine.errors import TokenizerError
 
 SECONDS = 20.0  # most that one rendering may take
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that people give to it; templates read the first two
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names that people give to it; templates read the first two
 
 
 class ChatTemplate:
@@ -92,7 +92,7 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise TokenizerError(f"{where} is {message!r:.80}, not a dict with a role")
     message = {key: value for key, value in message.items() if value is not None}
-    for name in _REASONING:
+    for name in REASONING:
         if name in message:
             message = {"thinking": message[name], **message, "reasoning_content": message[name]}
             break

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from refengine import template as template_module
 from refengine.chat import Chat
 from refengine.errors import TokenizerError
-from refengine.explain import CAUSES, Prompt, explain
+from refengine.explain import CAUSES, Prompt, _only_clock, explain
 from refengine.lint_template import lint, walk
 from refengine.model import load_tokenizer
 from refengine.parsers import PARSERS, parser_named
@@ -102,7 +102,7 @@ def test_it_never_fails_and_always_counts_right(script):
 
 # Every cause on purpose, from turns whose answers are given: two questions and answers, then something is done
 
-FULL = "{% if tools %}{{ tools | tojson }}\n{% endif %}{{ mood or '' }}" + PLAIN
+FULL = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if documents %}{{ documents | tojson }}{% endif %}{{ mood or '' }}" + PLAIN
 ENDING = FULL.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'user' and loop.revindex <= 2 %} /think{% endif %}")
 TOOLS = [{"name": "f", "description": "x"}, {"name": "g", "description": "y"}]
 SYSTEM = {"role": "system", "content": "Be brief at 10:01."}
@@ -135,11 +135,18 @@ PROVOKED = [  # cause, the message where they part, template (None: the built-in
     ("tool definitions", 0, FULL, {"tools": TOOLS}, "", set_("tools", None)),
     ("tool order", 0, FULL, {"tools": TOOLS}, "", set_("tools", TOOLS[::-1])),
     ("tool order", 0, FULL, {"tools": TOOLS}, "", set_("tools", [{"description": "x", "name": "f"}, TOOLS[1]])),
+    ("documents", 0, FULL, {"documents": [{"text": "a"}]}, "", set_("documents", [{"text": "b"}])),
+    ("documents", 0, FULL, {"documents": [{"text": "a"}]}, "", set_("documents", None)),
+    ("append-only", None, PLAIN, {"documents": [{"text": "a"}]}, "", set_("documents", [{"text": "b"}])),   # it shows none
+    ("edited message", 1, PLAIN, {"tools": TOOLS}, "", lambda chat: (set_("tools", None)(chat), message(1, content="Howdy")(chat))),
     ("template arguments", 0, FULL, {"template_arguments": {"mood": "sad"}}, "", set_("template_arguments", {"mood": "glad"})),
     ("system prompt", 0, FULL, {}, "", message(0, content="Be brief or else.")),
     ("system prompt", 0, FULL, {}, "", lambda chat: chat.messages.pop(0)),
     ("system prompt", 0, FULL, {"system": None}, "", lambda chat: chat.messages.insert(0, SYSTEM)),
     ("clock", 0, FULL, {}, "", message(0, content="Be brief at 10:02.")),
+    ("system prompt", 0, FULL, {"system": "Use 10 words at 10:01."}, "", message(0, content="Use 12 words at 10:01.")),
+    ("system prompt", 0, FULL, {"system": "Use 10 words at 10:01."}, "", message(0, content="Use 12 words at 10:02.")),
+    ("template re-rendering", 0, "{{ messages | length }} messages\n" + FULL, {}, "", None),               # a number is no clock
     ("clock", 0, "{{ strftime_now('%H:%M') }}\n" + FULL, {}, "", None),
     ("truncation", 1, FULL, {}, "", lambda chat: chat.messages.__delitem__(slice(1, 3))),
     ("truncation", 0, FULL, {"system": None}, "", lambda chat: chat.messages.__delitem__(slice(2))),
@@ -150,6 +157,13 @@ PROVOKED = [  # cause, the message where they part, template (None: the built-in
     ("edited message", 4, FULL, {}, "", lambda chat: chat.messages.pop(4)),
     ("generation-prompt think block", 4, None, {"template_arguments": {"enable_thinking": False}}, "", None),
     ("stripped reasoning", 4, None, {}, THOUGHT, None),
+    ("stripped reasoning", 4, None, {}, THOUGHT.replace("<think>", "<think>" + "\n" * 60), None),         # however far it begins
+    ("stripped reasoning", 4, None, {}, "<think>Hello</think>Hello you", None),                            # a word that is said too
+    ("stripped reasoning", 4, None, {"template_arguments": {"x": 1}}, THOUGHT, lambda chat: (
+        message(2, note="never shown")(chat), set_("template_arguments", {"x": 2})(chat))),               # changes that do not show
+    ("template re-rendering", 4, FULL.replace("{{ m.content }}", "{{ m.content | replace('\n\n', '\n') }}"), {"parser": "qwen3"}, THOUGHT, None),
+    ("template re-rendering", 4, FULL.replace("{{ m.content }}", "{% if m.role == 'assistant' %}then) {% endif %}{{ m.content.split('</think>')[-1] }}")
+     .replace("assistant\n{% endif", "assistant\nnow) {% endif"), {"parser": "qwen3"}, THOUGHT, None),    # stripped too, but they part before
     ("template re-rendering", 3, ENDING, {}, "", None),
     ("template re-rendering", 3, ENDING + "{% if add_generation_prompt %}<think>{% endif %}", {}, "", None),
     ("template re-rendering", 3, ENDING + "{% if not add_generation_prompt %}{{ raise_exception('never so') }}{% endif %}", {}, "", None),
@@ -195,6 +209,24 @@ def test_every_cause_with_its_place_both_sides_and_what_it_cost(cause, at, sourc
     lines = str(found).splitlines()
     assert lines[0].startswith(f"{found.reused} of {len(prompt)} prompt tokens reused, {found.forwarded} forwarded")
     assert lines[1].startswith(f"{cause}: {CAUSES[cause]}") and (f"at message {at} ({found.role})" in lines) == (at is not None)
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("10:01", "10:02"), ("9:59", "10:00"), ("It is 23:59:59 now", "It is 0:00:00 now"), ("2024-02-29", "2024-03-01"), ("at 3 PM.", "at 4 PM."),
+    ("2024-02-29T23:59:59Z", "2024-03-01T00:00:00Z"), ("29 Feb 2024", "1 March 2024"), ("Thu 29 Feb", "Fri 1 Mar"), ("May 9th, 2024", "May 10th, 2024"),
+    ("Thursday, 29.02.2024", "Friday, 01.03.2024"), ("2/28/2024", "2/29/2024"), ("February 2024", "March 2024"), ("(10:01 a.m.)", "(10:02 a.m.)"),
+    ("Today is Monday, May 31, 2024, 23:59+02:00", "Today is Saturday, June 1, 2024, 00:00+02:00")])
+def test_what_reads_as_a_date_or_a_time_is_a_clock(old, new):
+    assert _only_clock(old, new) and not _only_clock(old, old) and not _only_clock(old, new + "!")
+    assert not _only_clock(f"Use 10 words. {old}", f"Use 11 words. {new}")
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("10 words", "11 words"), ("version 1.2.3", "version 1.2.4"), ("10.0.0.1", "10.0.0.2"), ("Mark", "March"), ("2048 tokens", "2049 tokens"),
+    ("I may 1", "I may 2"), ("10:61", "10:62"), ("25:00", "26:00"), ("ratio 1:2", "ratio 1:3"), ("2024-13-01", "2024-14-01"), ("x10:01", "x10:02"),
+    ("a/10:01", "a/10:02"), ("The Sun", "The Mon"), ("10:01", "soon"), ("at 0", "at 10:01"), ("10 amps", "11 amps"), ("1/2", "1/3")])
+def test_any_other_number_is_none(old, new):
+    assert not _only_clock(old, new)
 
 
 def test_every_cause_there_is_was_provoked():
