@@ -192,7 +192,7 @@ def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text:
            before: Prompt | None, answer: dict[str, Any] | None, place: int | None, end: int) -> tuple[str, str]:
     """(cause, detail). What changed in the caller's hands comes before what the template did with it."""
     parted = common_start(prompt.text, held_text)
-    if at < parted and _respelled(tokenizer, held, common):
+    if at < parted and _respelled(tokenizer, held, prompt.ids, common, parted - at):
         return "re-tokenised text", ""
     if before is None:
         return "new conversation", ""
@@ -225,10 +225,13 @@ def _cause(tokenizer: Tokenizer, parser: Parser, held: Sequence[int], held_text:
     return "template re-rendering", ""
 
 
-def _respelled(tokenizer: Tokenizer, held: Sequence[int], common: int) -> bool:
-    """Is what was held, from there on, other ids than its own text encodes to? Looked at between two control tokens, where
-    what is one and what is only its text is known from the ids."""
+def _respelled(tokenizer: Tokenizer, held: Sequence[int], prompt: Sequence[int], common: int, same: int) -> bool:
+    """Do two sequences of ids part in a text that is the same, for ``same`` more characters? Yes where one has a control token
+    and the other its text. Else if the text of what was held, up to the next control token, encodes to other ids than those;
+    if not, what comes later has made the difference."""
     real = set(tokenizer.control.values())
+    if control := real & {*held[common:common + 1], *prompt[common:common + 1]}:
+        return len(tokenizer.decode([control.pop()], skip_special_tokens=False)) <= same
     start = max((i + 1 for i in range(common) if held[i] in real), default=0)
     own = list(held[start:next((i for i in range(common, len(held)) if held[i] in real), len(held))])
     try:

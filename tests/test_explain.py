@@ -162,6 +162,8 @@ PROVOKED = [  # cause, the message where they part, template (None: the built-in
     ("stripped reasoning", 4, None, {"template_arguments": {"x": 1}}, THOUGHT, lambda chat: (
         message(2, note="never shown")(chat), set_("template_arguments", {"x": 2})(chat))),               # changes that do not show
     ("template re-rendering", 4, FULL.replace("{{ m.content }}", "{{ m.content | replace('\n\n', '\n') }}"), {"parser": "qwen3"}, THOUGHT, None),
+    ("template re-rendering", 4, FULL.replace("{{ m.content }}", "{{ m.content | replace('<think>\n', '<think>\n\n') }}"), {"parser": "qwen3"}, THOUGHT, None),
+    ("re-tokenised text", 2, FULL, {"parser": "qwen3"}, TINY.encode_plain("<think>a</think>b"), None),      # spelled, and then read as one
     ("template re-rendering", 4, FULL.replace("{{ m.content }}", "{% if m.role == 'assistant' %}then) {% endif %}{{ m.content.split('</think>')[-1] }}")
      .replace("assistant\n{% endif", "assistant\nnow) {% endif"), {"parser": "qwen3"}, THOUGHT, None),    # stripped too, but they part before
     ("template re-rendering", 3, ENDING, {}, "", None),
