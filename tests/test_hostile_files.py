@@ -69,6 +69,10 @@ def outcome(path, loads=(load_model, load_tokenizer)):
         except RefengineError as error:
             if not str(error):
                 return f"{load.__name__}: {type(error).__name__} without a word"
+            behind = error
+            while behind := behind.__context__:
+                if isinstance(behind, MemoryError):
+                    return f"{load.__name__}: {behind!r} behind {error!r:.200}"
         except BaseException as error:  # MemoryError too
             return f"{load.__name__}: {error!r:.300}"
     return "ok"
