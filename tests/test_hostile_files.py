@@ -79,14 +79,14 @@ def outcome(path, loads=(load_model, load_tokenizer)):
 
 
 class Loader:
-    """The process, started again when it had to be killed."""
+    """The process, started again when it died."""
 
     def __init__(self, healthy):
         self.healthy, self.child = healthy, None
 
     def attempt(self, path, kind="load"):
         """Load both; AssertionError unless that is ok within the limits."""
-        if self.child is None or self.child.poll() is not None:
+        if self.child is None:
             self.child = subprocess.Popen([sys.executable, __file__, str(self.healthy)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
             assert self.child.stdout.readline() == "ready\n"
@@ -99,12 +99,16 @@ class Loader:
             found = self.child.stdout.readline()
         finally:
             timer.cancel()
+        if not found:
+            self.stop()
         assert found == "ok\n", f"it took longer than {SECONDS} s" if late.is_set() else found or "the process died"
 
     def stop(self):
         if self.child is not None:
             self.child.kill()
-            self.child.communicate()
+            self.child.wait()
+            self.child.stdin.close(), self.child.stdout.close()
+            self.child = None
 
 
 @pytest.fixture(scope="module")
