@@ -18,7 +18,7 @@ import refengine.weights
 from refengine.folder_checkpoint import FolderCheckpoint
 from refengine.errors import CheckpointError
 from refengine.model import load_model
-from refengine.safetensors_file import SafetensorsFile, narrow, write_safetensors
+from refengine.safetensors_file import _DTYPES, SafetensorsFile, narrow, widen, write_safetensors
 from refengine.synth import random_tensor, write_checkpoint
 from refkernels import SETS
 
@@ -88,6 +88,23 @@ def test_all_65536_bf16_patterns_widen_by_a_shift(tmp_path):
     assert wide.dtype == np.float32 and wide.shape == (256, 256)
     want = b"".join(b"\0\0" + struct.pack("<H", pattern) for pattern in range(65536))
     assert wide.astype("<f4").tobytes() == want
+
+
+def test_stored_values_have_one_byte_order_whatever_the_machine_has():
+    """Case K10: on a big-endian host a type of the machine's own order would read them backwards."""
+    assert {kind[0] for kind in _DTYPES.values()} == {"<"}
+    x = np.array([1.5, -0.0, 2.0**-133, 3e38], np.float32)
+    assert narrow(x, "BF16").dtype.str == "<u2" and narrow(x, "BF16").tobytes()[:2] == b"\xc0\x3f"
+    for order in "<>":                                                           # as a host of either order has them in memory
+        assert widen(narrow(x, "BF16").astype(f"{order}u2"), "BF16").tolist() == widen(narrow(x, "BF16"), "BF16").tolist()
+
+
+@pytest.mark.parametrize(("shape", "size"), [([2], 3), ([1], 3), ([1], 1), ([3], 5), ([], 1)], ids=str)
+def test_an_odd_number_of_bytes_of_bf16_is_refused_by_name(tmp_path, shape, size):
+    """Case K10."""
+    header = {"w": {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}
+    with pytest.raises(CheckpointError, match="odd.safetensors"):
+        SafetensorsFile(raw_file(tmp_path / "odd.safetensors", header, bytes(size)))
 
 
 def test_bf16_is_written_to_nearest_with_ties_to_even():
@@ -321,7 +338,7 @@ def test_an_index_without_file_names_is_refused(tmp_path, text):
 
 
 OUTSIDE = ["../outside.safetensors", "a/../../outside.safetensors", "sub/model.safetensors", "./model.safetensors",
-           "model.safetensors/", "..", ".", "", "..\\outside.safetensors", "sub\\model.safetensors",
+           "model.safetensors/", "..", ".", "", "\0", "\\", "C:\\outside.safetensors", "a/../../outside.safetensors\0", "..\\outside.safetensors", "sub\\model.safetensors",
            "model.safetensors\0.txt", "ABSOLUTE"]
 
 
@@ -347,6 +364,16 @@ def test_a_link_that_leaves_the_folder_is_refused_before_it_is_opened(tmp_path, 
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(t_tensors(), "shard.safetensors")}))
     monkeypatch.setattr(refengine.folder_checkpoint, "SafetensorsFile", lambda path: pytest.fail(f"{path} was opened"))
     refused(folder, INDEX, "shard.safetensors is a link that leaves the folder")
+
+
+def test_the_one_file_may_be_no_link_out_of_the_folder_either(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_safetensors(tmp_path / "outside.safetensors", {key: ("F32", x) for key, x in t_tensors().items()})
+    (folder / "config.json").write_text(json.dumps(T_CONFIG))
+    os.symlink(tmp_path / "outside.safetensors", folder / "model.safetensors")
+    monkeypatch.setattr(refengine.folder_checkpoint, "SafetensorsFile", lambda path: pytest.fail(f"{path} was opened"))
+    refused(folder, "model.safetensors is a link that leaves the folder")
 
 
 def test_links_within_the_folder_and_those_of_the_hubs_own_cache_are_followed(tmp_path, t_model):
