@@ -68,7 +68,8 @@ class Chat:
     sampling: how to choose tokens; REFENGINE_GREEDY=1 makes it greedy. max_tokens: of one answer. stop: texts that end an
     answer and are not part of it. tools, documents, template_arguments (enable_thinking, ...): for the chat template.
     parser: how to read an answer, a `Parser` or "plain", "qwen3", "harmony"; by default what the template asks for.
-    control_in_text: special tokens in messages are special, not text. Whoever writes a message can then end it.
+    control_in_text: control tokens (<|im_end|>, <think>, <tool_call>, ...) in messages are control tokens, not text. Whoever
+    writes a message can then end it, or open a think block.
     keep_ids: answers keep the ids they were generated with where the template renders them to the same text, instead of
     being encoded again. reanchor: after an answer, prefill in a thread what the next prompt will begin with.
     stats_log (or REFENGINE_STATS_LOG): a file that gets one PFXCACHE line a turn, and when greedy one PFXANSWER line.

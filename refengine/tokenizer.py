@@ -153,7 +153,8 @@ class Tokenizer:
         def tokens(message: dict[str, Any], key: str) -> dict[str, int]:
             return self.special if message["role"] == "assistant" and key != "tool_calls" else self.control
 
-        return ([{key: _mapped(value, partial(change, tokens=tokens(message, key))) for key, value in message.items()}
+        return ([{name: there for key, value in message.items()
+                  for name, there in _mapped({key: value}, partial(change, tokens=tokens(message, key))).items()}
                  for message in messages], _mapped(arguments, partial(change, tokens=self.control)))
 
     def _stand_ins(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> dict[str, str]:

@@ -136,6 +136,12 @@ def test_what_a_tool_call_holds_does_not_end_it_and_what_an_answer_thinks_is_its
     assert markup(got.ids) == [THINK, THINK, THOUGHT] and got.text.count("</think>") == 2
 
 
+def test_the_name_of_a_field_is_text_too():
+    tokenizer = Tokenizer(TOKENIZER.backend, ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}"), ())
+    got = tokenizer.encode_chat([{"role": "user", "<think>": 1, "a": {"</think>": ["<|im_end|>"]}}])
+    assert markup(got.ids) == [] and counts(got.ids) == (0, 0) and got.text.count("think>") == 2
+
+
 def test_words_and_blanks_that_were_added_to_a_vocabulary_keep_their_ids():
     """DeepSeek adds letters, others runs of spaces: these control nothing."""
     backend = copy_of(TOKENIZER.backend)
