@@ -18,7 +18,8 @@ from refengine.parsers import Parser, parser_named
 from refengine.prefix import common_prefix, reusable
 from refengine.sampling import GREEDY, Sampling
 from refengine.template import template_arguments as _arguments
-from refengine.tokenizer import Spoken, StopText, Tokenizer
+from refengine.text_stream import StopText
+from refengine.tokenizer import Spoken, Tokenizer
 
 
 @dataclass

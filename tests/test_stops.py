@@ -8,7 +8,8 @@ from hypothesis import example, given, strategies as st
 
 from refengine.chat import Chat
 from refengine.model import load_tokenizer
-from refengine.tokenizer import StopText, Tokenizer
+from refengine.text_stream import StopText
+from refengine.tokenizer import Tokenizer
 
 PIECES = st.lists(st.text("ab<|>", max_size=4), max_size=8)
 

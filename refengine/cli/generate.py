@@ -7,7 +7,7 @@ import time
 
 from refengine.cli import setup
 from refengine.model import load_tokenizer
-from refengine.tokenizer import StopText
+from refengine.text_stream import StopText
 
 
 def run(arguments: argparse.Namespace) -> int:
