@@ -19,6 +19,7 @@ _LAYER_NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_laye
                 "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
                 "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
                 "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_INVERSE = {hf: ours for ours, hf in (_NAMES | _LAYER_NAMES).items()}
 _QWEN2_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
                 r"\s+(?!\S)|\s+")
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
@@ -185,6 +186,14 @@ def _hf_name(name: str) -> str:
         return f"model.layers.{found[1]}.{_LAYER_NAMES.get(found[2], found[2])}.{found[3]}"
     stem, _, kind = name.rpartition(".")
     return f"{_NAMES.get(stem, stem)}.{kind}"
+
+
+def gguf_name(name: str) -> str:
+    """The other way: model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight."""
+    if found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name):
+        return f"blk.{found[1]}.{_INVERSE[found[2]]}.{found[3]}"
+    stem, _, kind = name.rpartition(".")
+    return f"{_INVERSE[stem]}.{kind}"
 
 
 def _half_split_rows(count: int, heads: int) -> np.ndarray:

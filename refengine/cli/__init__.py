@@ -99,6 +99,21 @@ def _parser() -> argparse.ArgumentParser:
     lint.add_argument("--seed", type=int, default=0)
     lint.set_defaults(run=_command("lint_template"))
 
+    bench = commands.add_parser("bench", help="time to the first token with the cache and without, and the machine's ceilings")
+    bench.add_argument("--model", metavar="PATH", help="default: random weights of --shape; speed does not depend on the values")
+    bench.add_argument("--shape", default="qwen3-0.6b", help="tiny or qwen3-0.6b (default %(default)s)")
+    bench.add_argument("--arithmetic", action="append", choices=("exact", "native"), help="default: both")
+    bench.add_argument("--peer", action="append", default=[], choices=("transformers", "llama.cpp"),
+                       help="measure it in the same run (repeatable)")
+    bench.add_argument("--turn", action="append", default=[], metavar="PROMPT:REUSED",
+                       help="repeatable (default 357:336, 1024:996, 4103:4075)")
+    bench.add_argument("--rounds", type=int, default=3, help="medians are of so many (default %(default)s)")
+    bench.add_argument("--no-sequential", action="store_true", help="leave out the engine of one token a forward")
+    bench.add_argument("--json", metavar="FILE")
+    bench.add_argument("--markdown", metavar="FILE", help="the README's table")
+    bench.add_argument("--plot", metavar="FILE.png")
+    bench.set_defaults(run=_command("bench"))
+
     doctor = commands.add_parser("doctor", help="can this process compute exactly?")
     doctor.set_defaults(run=_command("doctor"))
 

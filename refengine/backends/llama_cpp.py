@@ -1,0 +1,85 @@
+"""llama.cpp through llama-cpp-python: float32 weights in a GGUF written from the checkpoint, its usual float16 K/V."""
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from refengine.backends import Backend, BackendError
+from refengine.checkpoint import Checkpoint
+from refengine.errors import CheckpointError
+from refengine.gguf_checkpoint import gguf_name
+
+
+class LlamaCppBackend(Backend):
+    """One context of llama.cpp on all cores, 512 tokens a batch (its default)."""
+
+    def __init__(self, checkpoint: Checkpoint, capacity: int):
+        try:
+            import gguf  # noqa: F401, needed for writing
+            import llama_cpp
+        except ImportError as error:
+            raise BackendError(f"backend llama.cpp needs {error.name}: pip install llama-cpp-python 'refengine[gguf]'") from None
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+        threads = os.cpu_count()
+        with tempfile.TemporaryDirectory(prefix="refengine-gguf-") as temporary:
+            path = Path(temporary) / "model.gguf"
+            write_gguf(checkpoint, path)
+            try:
+                self._llama = llama_cpp.Llama(str(path), n_ctx=capacity, n_threads=threads, n_threads_batch=threads, verbose=False,
+                                              use_mmap=False)  # the file is gone when this returns
+            except ValueError as error:
+                raise BackendError(f"llama.cpp cannot open {checkpoint.source}: {error}") from error
+        self._get_logits, self._handle = llama_cpp.llama_get_logits_ith, self._llama.ctx
+        super().__init__(self._llama.n_vocab(), capacity)
+
+    def _forward(self, ids: list[int]) -> np.ndarray:
+        self._llama.n_tokens = len(self._ids)  # eval drops what lies beyond from its cache
+        self._llama.eval(ids)
+        return np.ctypeslib.as_array(self._get_logits(self._handle, -1), shape=(self.vocab,)).copy()
+
+    def _rewind(self, length: int) -> None:
+        self._llama.n_tokens = length
+
+
+def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
+    """Weights and configuration as a float32 GGUF, without a tokenizer: it is fed with ids. Raises BackendError for a family or
+    rope type that is not written here."""
+    import gguf
+
+    c = checkpoint.config
+    if c.family not in ("qwen3", "qwen2") or c.rope.type != "default" or c.rope.divisors:
+        raise BackendError(f"{checkpoint.source}: a GGUF is written of qwen3 and qwen2 models with plain rope, not of {c.family} "
+                           f"with rope {c.rope.type}")
+    writer = gguf.GGUFWriter(path, c.family)
+    writer.add_context_length(c.max_positions or 2**20)
+    writer.add_embedding_length(c.hidden)
+    writer.add_block_count(c.layers)
+    writer.add_feed_forward_length(c.mlp)
+    writer.add_head_count(c.heads)
+    writer.add_head_count_kv(c.kv_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope.theta)
+    writer.add_vocab_size(c.vocab)
+    writer.add_tokenizer_model("none")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    names = [name for name in checkpoint.shapes() if not (c.tied and name == "lm_head.weight")]
+    for name in names:
+        shape = checkpoint.shapes()[name]
+        writer.add_tensor_info(gguf_name(name), shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name in names:  # one at a time: two copies of all weights never exist
+        tensor = checkpoint.tensor(name)
+        if not np.isfinite(tensor).all():
+            raise CheckpointError(f"{checkpoint.source}: {name} holds an infinity or a NaN")
+        writer.write_tensor_data(np.ascontiguousarray(tensor, np.float32))
+    writer.close()
+
+
+open_backend = LlamaCppBackend
