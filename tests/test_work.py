@@ -1,5 +1,5 @@
-"""What a turn costs, counted in work instead of seconds, so that a machine cannot show: forwarded tokens, products, bytes of the
-cache, large allocations. A change that makes a turn do more of them fails here. Floor 9.
+"""What a turn costs, counted in work instead of seconds, so that a machine cannot show: forwarded tokens, products, bytes of
+the cache, large allocations. A change that makes a turn do more of them fails here. Floor 9.
 """
 import tracemalloc
 from collections import Counter

@@ -21,15 +21,16 @@ class LlamaCppBackend(Backend):
             import gguf  # noqa: F401, needed for writing
             import llama_cpp
         except ImportError as error:
-            raise BackendError(f"backend llama.cpp needs {error.name}: pip install llama-cpp-python 'refengine[gguf]'") from None
+            raise BackendError(f"backend llama.cpp needs {error.name}: "
+                               "pip install llama-cpp-python 'refengine[gguf]'") from None
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         threads = os.cpu_count()
         with tempfile.TemporaryDirectory(prefix="refengine-gguf-") as temporary:
             path = Path(temporary) / "model.gguf"
             write_gguf(checkpoint, path)
             try:
-                self._llama = llama_cpp.Llama(str(path), n_ctx=capacity, n_threads=threads, n_threads_batch=threads, verbose=False,
-                                              use_mmap=False)  # the file is gone when this returns
+                self._llama = llama_cpp.Llama(str(path), n_ctx=capacity, n_threads=threads, n_threads_batch=threads,
+                                              verbose=False, use_mmap=False)  # the file is gone when this returns
             except ValueError as error:
                 raise BackendError(f"llama.cpp cannot open {checkpoint.source}: {error}") from error
         self._get_logits, self._handle = llama_cpp.llama_get_logits_ith, self._llama.ctx
@@ -45,14 +46,16 @@ class LlamaCppBackend(Backend):
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
-    """Weights and configuration as a float32 GGUF, without a tokenizer: it is fed with ids. Raises BackendError for a family or
-    rope type that is not written here."""
+    """Weights and configuration as a float32 GGUF, without a tokenizer: it is fed with ids.
+
+    Raises BackendError for a family or rope type that is not written here.
+    """
     import gguf
 
     c = checkpoint.config
     if c.family not in ("qwen3", "qwen2") or c.rope.type != "default" or c.rope.divisors:
-        raise BackendError(f"{checkpoint.source}: a GGUF is written of qwen3 and qwen2 models with plain rope, not of {c.family} "
-                           f"with rope {c.rope.type}")
+        raise BackendError(f"{checkpoint.source}: a GGUF is written of qwen3 and qwen2 models with plain rope, "
+                           f"not of {c.family} with rope {c.rope.type}")
     writer = gguf.GGUFWriter(path, c.family)
     writer.add_context_length(c.max_positions or 2**20)
     writer.add_embedding_length(c.hidden)

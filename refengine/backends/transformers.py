@@ -25,7 +25,8 @@ class TransformersBackend(Backend):
         self._torch, self._cache_type = torch, transformers.DynamicCache
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32, attn_implementation="sdpa")
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder, dtype=torch.float32, attn_implementation="sdpa")
         except (OSError, ValueError) as error:
             raise BackendError(f"transformers cannot open {checkpoint.source}: {error}") from error
         self._model = model.eval()
@@ -36,7 +37,8 @@ class TransformersBackend(Backend):
 
     def _forward(self, ids: list[int]) -> np.ndarray:
         with self._torch.inference_mode():
-            out = self._model(input_ids=self._torch.tensor([ids]), use_cache=True, logits_to_keep=1, **{self._argument: self._cache})
+            out = self._model(input_ids=self._torch.tensor([ids]), use_cache=True, logits_to_keep=1,
+                              **{self._argument: self._cache})
         return out.logits[0, -1].float().numpy()
 
     def _rewind(self, length: int) -> None:

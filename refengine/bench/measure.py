@@ -74,7 +74,8 @@ def bench(model: str, subjects: Sequence[str], plan: Plan = Plan(), *, seed: int
                     on_step(remote.name, f"prompt of {prompt:,}")
                     _add(turns, (remote.name, "pipelined", prompt, reused), remote.turn(prompt, reused, plan.decode))
                     if remote in ours and plan.sequential:
-                        _add(turns, (remote.name, "sequential", prompt, reused), remote.sequential_turn(prompt, reused, plan.stretch))
+                        _add(turns, (remote.name, "sequential", prompt, reused),
+                             remote.sequential_turn(prompt, reused, plan.stretch))
             for remote in remotes:
                 on_step(remote.name, "three turns")
                 for at, times in enumerate(remote.turns(plan.three)):
@@ -83,21 +84,23 @@ def bench(model: str, subjects: Sequence[str], plan: Plan = Plan(), *, seed: int
                 on_step(remote.name, "chunk sizes")
                 for size in plan.chunks:
                     _add(chunks, (remote.name, size), {"tokens_per_s": remote.chunk(size, plan.chunk_length)})
-        trims = [{"subject": remote.name, "length": length, "s": remote.trim(length)} for remote in ours for length in plan.trims]
+        trims = [{"subject": remote.name, "length": length, "s": remote.trim(length)}
+                 for remote in ours for length in plan.trims]
         about = {remote.name: remote.about() for remote in remotes}
     top = {key: statistics.median(c[key] for c in ceilings) for key in ("sgemm", "dgemm", "read")}
     return {"schema": SCHEMA, "machine": describe(), "model": {"source": model, "weights": _weights(config)},
             "rounds": plan.rounds, "ceilings": top, "subjects": about,
             "turns": [_turn(config, top, *key, times) for key, times in turns.items()],
-            "three_turns": [{"subject": name, "prompt": plan.three[at], "reused": plan.three[at - 1] if at else 0, **_medians(times)}
-                            for (name, at), times in three.items()],
+            "three_turns": [{"subject": name, "prompt": plan.three[at], "reused": plan.three[at - 1] if at else 0,
+                             **_medians(times)} for (name, at), times in three.items()],
             "chunks": [{"subject": name, "size": size, **_medians(times)} for (name, size), times in chunks.items()],
             "trims": trims}
 
 
 def _turn(config: ModelConfig, top: dict, name: str, engine: str, prompt: int, reused: int, times: dict) -> dict[str, Any]:
     """One line of the turns, with each figure's share of its ceiling."""
-    row = {"subject": name, "engine": engine if name in OURS else None, "prompt": prompt, "reused": reused, **_medians(times)}
+    row = {"subject": name, "engine": engine if name in OURS else None, "prompt": prompt, "reused": reused,
+           **_medians(times)}
     row["ratio"] = row["off"] / row["on"]
     if engine == "pipelined":
         peak = top["dgemm" if name == "exact" else "sgemm"]

@@ -22,19 +22,21 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def ceilings(report: dict[str, Any]) -> str:
     """The machine, and what it can do."""
     top, machine = report["ceilings"], report["machine"]
-    return (f"{machine['processor']}, {machine['cpus']} cores; {machine['blas']}, core {machine.get('blas_core', 'unknown')}, "
-            f"{machine.get('blas_threads', '?')} threads; NumPy {machine['numpy']}, Python {machine['python']}. "
+    return (f"{machine['processor']}, {machine['cpus']} cores; {machine['blas']}, "
+            f"core {machine.get('blas_core', 'unknown')}, {machine.get('blas_threads', '?')} threads; "
+            f"NumPy {machine['numpy']}, Python {machine['python']}. "
             f"Ceilings: sgemm {top['sgemm']:.0f} and dgemm {top['dgemm']:.0f} GFLOP/s, reading {top['read']:.1f} GB/s. "
             f"Medians of {report['rounds']} rounds")
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The README's table: a turn with and without the cache, and the machine under it."""
-    lines = ["| prompt | reused | to run | engine | TTFT ON | OFF | OFF / ON | ms a token after |", "|--:|--:|--:|---|--:|--:|--:|--:|"]
+    lines = ["| prompt | reused | to run | engine | TTFT ON | OFF | OFF / ON | ms a token after |",
+             "|--:|--:|--:|---|--:|--:|--:|--:|"]
     for row in report["turns"]:
         after = f"{row['decode'] * 1e3:.0f}" if "decode" in row else ""
-        lines.append(f"| {row['prompt']:,} | {row['reused']:,} | {row['prompt'] - row['reused']} | {_name(row)} | {_seconds(row['on'])} | "
-                     f"{_seconds(row['off'])}{_star(row)} | {row['ratio']:.1f}x | {after} |")
+        lines.append(f"| {row['prompt']:,} | {row['reused']:,} | {row['prompt'] - row['reused']} | {_name(row)} | "
+                     f"{_seconds(row['on'])} | {_seconds(row['off'])}{_star(row)} | {row['ratio']:.1f}x | {after} |")
     versions = "; ".join(f"{name}: {about['version']}" for name, about in report["subjects"].items() if name not in OURS)
     return "\n".join([*lines, "", f"{ceilings(report)}.{' ' + versions + '.' if versions else ''}"
                       + (f" {_EXTRAPOLATED}" if any(_star(row) for row in report["turns"]) else "")]) + "\n"
@@ -65,19 +67,21 @@ def _table(title: str, words: int, columns: list[str], caption: str | None = Non
 
 def _turns(report: dict[str, Any]) -> Table:
     starred = any(_star(row) for row in report["turns"])
-    table = _table("time to the first token of a turn", 1, ["engine", "prompt", "reused", "to run", "ON", "OFF", "OFF/ON", "prefill tok/s",
-                   "of its gemm", "decode", "of reading"], _EXTRAPOLATED.lstrip("\\") if starred else None)
+    table = _table("time to the first token of a turn", 1, ["engine", "prompt", "reused", "to run", "ON", "OFF", "OFF/ON",
+                   "prefill tok/s", "of its gemm", "decode", "of reading"], _EXTRAPOLATED.lstrip("\\") if starred else None)
     for row in report["turns"]:
         decode = [f"{row['decode'] * 1e3:.1f} ms", f"{row['decode_share']:.0%}"] if "decode" in row else ["", ""]
-        table.add_row(_name(row), f"{row['prompt']:,}", f"{row['reused']:,}", str(row["prompt"] - row["reused"]), _seconds(row["on"]),
-                      _seconds(row["off"]) + _star(row), f"{row['ratio']:.1f}x", f"{row['prompt'] / row['off']:.1f}",
+        table.add_row(_name(row), f"{row['prompt']:,}", f"{row['reused']:,}", str(row["prompt"] - row["reused"]),
+                      _seconds(row["on"]), _seconds(row["off"]) + _star(row), f"{row['ratio']:.1f}x",
+                      f"{row['prompt'] / row['off']:.1f}",
                       f"{row['prefill_share']:.0%}" if "prefill_share" in row else "", *decode)
     return table
 
 
 def _against(report: dict[str, Any]) -> Table:
     """Our times as multiples of the others': below 1 is faster."""
-    table = _table("ours as a multiple of others' times (below 1 is faster)", 2, ["ours", "theirs", "prompt", "OFF", "ON", "decode"])
+    table = _table("ours as a multiple of others' times (below 1 is faster)", 2,
+                   ["ours", "theirs", "prompt", "OFF", "ON", "decode"])
     for row in report["turns"]:
         for other in report["turns"]:
             if row["engine"] == "pipelined" and other["engine"] is None and other["prompt"] == row["prompt"]:
@@ -89,8 +93,8 @@ def _against(report: dict[str, Any]) -> Table:
 def _three(report: dict[str, Any]) -> Table:
     table = _table("three turns", 1, ["engine", "prompt", "reused", "to run", "ON", "OFF", "OFF/ON"])
     for row in report["three_turns"]:
-        table.add_row(row["subject"], f"{row['prompt']:,}", f"{row['reused']:,}", str(row["prompt"] - row["reused"]), _seconds(row["on"]),
-                      _seconds(row["off"]), f"{row['off'] / row['on']:.1f}x")
+        table.add_row(row["subject"], f"{row['prompt']:,}", f"{row['reused']:,}", str(row["prompt"] - row["reused"]),
+                      _seconds(row["on"]), _seconds(row["off"]), f"{row['off'] / row['on']:.1f}x")
     return table
 
 
@@ -115,7 +119,8 @@ def _trims(report: dict[str, Any]) -> Table:
 def _subjects(report: dict[str, Any]) -> Table:
     table = _table("loading and memory", 1, ["engine", "load", "MB after load", "peak MB"])
     for name, about in report["subjects"].items():
-        table.add_row(f"{name} ({about['version']})", f"{about['load_s']:.1f} s", f"{about['load_mb']:,.0f}", f"{about['peak_mb']:,.0f}")
+        table.add_row(f"{name} ({about['version']})", f"{about['load_s']:.1f} s", f"{about['load_mb']:,.0f}",
+                      f"{about['peak_mb']:,.0f}")
     return table
 
 

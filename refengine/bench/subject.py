@@ -26,7 +26,7 @@ OURS = tuple(name for name in SETS if name != "native64")
 
 
 class Subject:
-    """An engine over a model: "exact" or "native" are ours (pipelined, and sequential over the same weights), others backends."""
+    """An engine over a model: "exact" and "native" are ours (pipelined, and sequential over the same weights)."""
 
     def __init__(self, name: str, model: str, capacity: int, seed: int):
         before, start = _peak_megabytes(), time.perf_counter()
@@ -46,11 +46,12 @@ class Subject:
         self.ids = np.random.Generator(np.random.Philox(seed)).integers(0, vocab, capacity).tolist()
 
     def about(self) -> dict[str, Any]:
-        return {"version": self.version, "load_s": self.load_seconds, "load_mb": self.load_megabytes, "peak_mb": _peak_megabytes()}
+        return {"version": self.version, "load_s": self.load_seconds, "load_mb": self.load_megabytes,
+                "peak_mb": _peak_megabytes()}
 
     def turn(self, context: int, reused: int, decode: int) -> dict[str, Any]:
-        """Times in seconds: the first token with nothing cached (off), ``decode`` more tokens, the first token with ``reused``
-        positions retained (on). Leaves the engine with ``context`` positions."""
+        """Times in seconds: the first token with nothing cached (off), ``decode`` more tokens, the first token with
+        ``reused`` positions retained (on). Leaves the engine with ``context`` positions."""
         self.engine.reset()
         answer, off = self._first(self.ids[:context], decode + 1)
         steps = []
@@ -62,7 +63,7 @@ class Subject:
         return {"off": off, "decode": statistics.median(steps), "on": self._on(self.engine, context, reused)}
 
     def sequential_turn(self, context: int, reused: int, stretch: int) -> dict[str, float]:
-        """The same at one token a forward, over the K/V that `turn` left: the offset goes back, so they need no second prefill.
+        """The same at one token a forward, over the K/V that `turn` left: the offset goes back, no second prefill.
 
         A whole OFF turn is ``stretch`` tokens around its middle, times context / stretch: what a token costs grows evenly.
         """
@@ -155,7 +156,8 @@ class Remote:
             error, value = self._pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join()
-            raise RefengineError(f"{self.name}: its process ended with code {self._process.exitcode}; out of memory?") from None
+            raise RefengineError(f"{self.name}: its process ended with code {self._process.exitcode}; "
+                                 "out of memory?") from None
         if error:
             raise RefengineError(f"{self.name}: {error}")
         return value

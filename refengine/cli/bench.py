@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(f"writing {arguments.shape} with random weights", highlight=False)
             synthesize(arguments.shape, Path(model))
         with console.status("") as status:
-            report = bench(model, list(dict.fromkeys(subjects)), plan, on_step=lambda name, what: status.update(f"{name}: {what}"))
+            report = bench(model, list(dict.fromkeys(subjects)), plan,
+                           on_step=lambda name, what: status.update(f"{name}: {what}"))
     if arguments.model is None:
         report["model"]["source"] = f"{arguments.shape}, random weights"
     for table in tables(report):
