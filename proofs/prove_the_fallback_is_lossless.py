@@ -49,7 +49,7 @@ def prove_chats_that_fall_back_equal_chats_without_reuse(seed, built_in):
     for row, last in zip(result.rows[1:], result.rows):
         turn, before = row.turns["no rewind ON"], last.turns["no rewind ON"]
         if turn and before:
-            assert turn.fallback == ("reset" if turn.reused == 0 else ""), "reused is all that was held, or nothing"
+            assert turn.fallback == ("recurrent" if turn.reused == 0 else ""), "reused is all that was held, or nothing"
 
 
 def prove_what_goes_on_from_all_that_is_held_is_reused_whole(t_model):

@@ -134,6 +134,10 @@ class Cache:
         if self.offset + count > len(self._pages) * self.pool.page_size:
             raise ValueError(f"{count} positions after {self.offset} were not reserved")
 
+    def reachable(self, length: int) -> int:
+        """The longest prefix, not beyond ``length``, that can be gone back to. Negative: none, but for nothing at all."""
+        return min(length, self.offset)
+
     def trim_to(self, length: int) -> None:
         """Forget everything from position ``length`` on: set the offset. Raises ValueError outside 0..offset."""
         if not 0 <= length <= self.offset:

@@ -29,7 +29,7 @@ class Turn:
     prompt: int                    # tokens of the rendered history
     reused: int                    # of these, tokens whose K/V was in the cache
     forwarded: int                 # of these, tokens that had to run
-    fallback: str = ""             # "reset" when the engine could not rewind
+    fallback: str = ""             # "recurrent" when the engine could not rewind
     ids: list[int] = field(default_factory=list)    # the generated ids, a stop id included
     text: str = ""                 # the content, as it was streamed and as it is in the history
     raw: str = ""                  # all that was generated, special tokens included
@@ -148,14 +148,14 @@ class Chat:
             raise TokenizerError("what the chat template is given is nested too deeply") from None
 
     def rewind(self, prompt: list[int]) -> tuple[int, str]:
-        """Keep what the engine holds of a prompt. Returns how many tokens, and "reset" if the engine could not rewind."""
+        """Keep what the engine holds of a prompt. Returns how many tokens, and "recurrent" if the engine could not rewind."""
         if not self.prefix_cache:
             self.engine.reset()
             return 0, ""
         retained = self.engine.trim_kv_cache(reusable(prompt, self.engine.tokens))
         if retained < 0:
             self.engine.reset()
-            return 0, "reset"
+            return 0, "recurrent"
         return retained, ""
 
     def _answer(self, messages: list[dict[str, Any]], sampling: Sampling) -> Iterator[str]:

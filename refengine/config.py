@@ -9,7 +9,7 @@ from typing import Any
 from refengine.errors import ConfigError
 from refengine.rope import TYPES, Rope, yarn_attention_factor
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_5_text")
 
 # Keys that are known not to change the forward pass of these families. Any other key stops the loading by name.
 WITHOUT_EFFECT = frozenset("""
@@ -26,6 +26,23 @@ WITHOUT_EFFECT = frozenset("""
     begin_suppress_tokens tf_legacy_loss rope_interleaved is_llama_config transformers.js_config unsloth_version
     unsloth_fixed max_position_embeddings rope_theta rope_scaling rope_parameters default_theta
 """.split())
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """The gated delta nets of a hybrid. ``layers``: for each layer, whether it is one (the others are attention)."""
+
+    layers: tuple[bool, ...]
+    window: int                    # W, of the convolution
+    key_heads: int                 # Hk
+    value_heads: int               # Hv
+    key_dim: int                   # Dk
+    value_dim: int                 # Dv
+
+    @property
+    def channels(self) -> int:
+        """C: q, k and v go through the convolution side by side."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -49,27 +66,50 @@ class ModelConfig:
     mlp_bias: bool
     max_positions: int             # what the model was made for; the cache's capacity may be less or more
     stop_ids: tuple[int, ...] = ()
+    rotated: int | None = None     # R, how many of D dimensions turn; None: all
+    delta: DeltaConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim if self.rotated is None else self.rotated
+
+    @property
+    def gain_centre(self) -> float:
+        """What norm gains are stored as a distance from."""
+        return 0.0 if self.delta is None else 1.0
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name (as Hugging Face has it) and shape."""
         e, d, f = self.hidden, self.head_dim, self.mlp
         q, kv = self.heads * d, self.kv_heads * d
+        queries = q if self.delta is None else 2 * q          # a gate beside each query
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, e), "model.norm.weight": (e,)}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, e)
         for i in range(self.layers):
             at = f"model.layers.{i}"
             shapes |= {f"{at}.input_layernorm.weight": (e,), f"{at}.post_attention_layernorm.weight": (e,)}
-            for name, shape, bias in (("self_attn.q_proj", (q, e), self.qkv_bias), ("self_attn.k_proj", (kv, e), self.qkv_bias),
-                                      ("self_attn.v_proj", (kv, e), self.qkv_bias), ("self_attn.o_proj", (e, q), self.o_bias),
-                                      ("mlp.gate_proj", (f, e), self.mlp_bias), ("mlp.up_proj", (f, e), self.mlp_bias),
-                                      ("mlp.down_proj", (e, f), self.mlp_bias)):
+            recurrent = self.delta is not None and self.delta.layers[i]
+            attention = (("self_attn.q_proj", (queries, e), self.qkv_bias), ("self_attn.k_proj", (kv, e), self.qkv_bias),
+                         ("self_attn.v_proj", (kv, e), self.qkv_bias), ("self_attn.o_proj", (e, q), self.o_bias))
+            mlp = (("mlp.gate_proj", (f, e), self.mlp_bias), ("mlp.up_proj", (f, e), self.mlp_bias),
+                   ("mlp.down_proj", (e, f), self.mlp_bias))
+            if recurrent:
+                shapes |= {f"{at}.linear_attn.{name}": shape for name, shape in self._delta_tensors().items()}
+            for name, shape, bias in mlp if recurrent else attention + mlp:
                 shapes[f"{at}.{name}.weight"] = shape
                 if bias:
                     shapes[f"{at}.{name}.bias"] = shape[:1]
-            if self.qk_norm:
+            if self.qk_norm and not recurrent:
                 shapes |= {f"{at}.self_attn.q_norm.weight": (d,), f"{at}.self_attn.k_norm.weight": (d,)}
         return shapes
+
+    def _delta_tensors(self) -> dict[str, tuple[int, ...]]:
+        n, e = self.delta, self.hidden
+        values = n.value_heads * n.value_dim
+        return {"in_proj_qkv.weight": (n.channels, e), "in_proj_z.weight": (values, e),
+                "in_proj_b.weight": (n.value_heads, e), "in_proj_a.weight": (n.value_heads, e),
+                "conv1d.weight": (n.channels, 1, n.window), "A_log": (n.value_heads,), "dt_bias": (n.value_heads,), "norm.weight": (n.value_dim,), "out_proj.weight": (e, values)}
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -147,15 +187,16 @@ def parse_config(raw: dict[str, Any], where: str, stop_ids: tuple[int, ...] = ()
     r.refuse("hidden_act", "silu", why="only silu is computed")
     r.refuse("use_sliding_window", False, why="a sliding window forgets positions; every position is kept here")
     r.refuse("quantization_config", why="quantised safetensors are not read; use a GGUF file")
-    r.refuse("partial_rotary_factor", 1, 1.0, why="only full rotation is computed")
-    kinds = r.get("layer_types", list, [])
-    if any(kind != "full_attention" for kind in kinds):
-        raise r.error("layer_types has other kinds than full_attention")
+    hybrid = family == "qwen3_5_text"
+    if not hybrid:
+        r.refuse("partial_rotary_factor", 1, 1.0, why="only full rotation is computed")
+        if any(kind != "full_attention" for kind in r.get("layer_types", list, [])):
+            raise r.error("layer_types has other kinds than full_attention")
     hidden, heads = r.get("hidden_size", int), r.get("num_attention_heads", int)
     kv_heads = r.get("num_key_value_heads", int, heads)
     if heads % kv_heads:
         raise r.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if family == "qwen3":  # stated by every Qwen3; hidden / heads would be a wrong guess (128 is not 1024 / 16)
+    if family in ("qwen3", "qwen3_5_text"):  # stated by each; hidden / heads would be a wrong guess (128 is not 1024 / 16)
         head_dim = r.get("head_dim", int)
     else:
         head_dim = r.get("head_dim", int, hidden // heads)
@@ -168,18 +209,42 @@ def parse_config(raw: dict[str, Any], where: str, stop_ids: tuple[int, ...] = ()
     config = ModelConfig(
         family=family, hidden=hidden, layers=r.get("num_hidden_layers", int), heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, mlp=r.get("intermediate_size", int), vocab=r.get("vocab_size", int),
-        rms_norm_eps=r.get("rms_norm_eps", float), rope=_rope(raw, where, max_positions),
-        tied=r.get("tie_word_embeddings", bool, False), qk_norm=family == "qwen3",
+        rms_norm_eps=r.get("rms_norm_eps", float), rope=_rope(raw, where, max_positions, hybrid),
+        tied=r.get("tie_word_embeddings", bool, False), qk_norm=family == "qwen3" or hybrid,
         qkv_bias=attention_bias or family == "qwen2", o_bias=attention_bias and family != "qwen2",
-        mlp_bias=r.get("mlp_bias", bool, False) and family == "llama", max_positions=max_positions, stop_ids=stop_ids)
+        mlp_bias=r.get("mlp_bias", bool, False) and family == "llama", max_positions=max_positions, stop_ids=stop_ids,
+        **(_hybrid(r, head_dim) if hybrid else {}))
     if r.unknown():
         raise r.error(f"{', '.join(r.unknown())}: not known to be without effect on the forward pass. "
                       "Remove the key if it is harmless")
     return config
 
 
-def _rope(raw: dict[str, Any], where: str, max_positions: int) -> Rope:
-    """The rotary settings, from the old layout (rope_theta, rope_scaling) or the new one (rope_parameters), or both."""
+def _hybrid(r: _Reader, head_dim: int) -> dict[str, Any]:
+    """The fields that only hybrids have."""
+    r.refuse("attn_output_gate", True, why="attention without a gate is not written here")
+    r.refuse("mtp_num_hidden_layers", 0, why="layers that predict several tokens are not computed")
+    factor = (r.raw.get("rope_parameters") or {}).get("partial_rotary_factor", r.get("partial_rotary_factor", float, 0.25))
+    rotated = int(head_dim * factor)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise r.error(f"partial_rotary_factor {factor!r} turns {rotated} of {head_dim} dimensions; pairs are needed")
+    count, every = r.get("num_hidden_layers", int), r.get("full_attention_interval", int, 4)
+    kinds = r.get("layer_types", list, ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)])
+    if len(kinds) != count or not set(kinds) <= {"linear_attention", "full_attention"}:
+        raise r.error(f"layer_types must name linear_attention or full_attention for each of {count} layers")
+    key_heads, value_heads = r.get("linear_num_key_heads", int), r.get("linear_num_value_heads", int)
+    if value_heads % key_heads:
+        raise r.error(f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}")
+    return {"rotated": rotated, "delta": DeltaConfig(
+        tuple(kind == "linear_attention" for kind in kinds), r.get("linear_conv_kernel_dim", int), key_heads, value_heads,
+        r.get("linear_key_head_dim", int), r.get("linear_value_head_dim", int))}
+
+
+def _rope(raw: dict[str, Any], where: str, max_positions: int, partial: bool = False) -> Rope:
+    """The rotary settings, from the old layout (rope_theta, rope_scaling) or the new one (rope_parameters), or both.
+
+    ``partial``: some dimensions may stay as they are, and sections of image positions are equal for text.
+    """
     old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
@@ -199,7 +264,10 @@ def _rope(raw: dict[str, Any], where: str, max_positions: int) -> Rope:
     kind = kind or other or "default"
     if kind not in TYPES:
         raise r.error(f"rope_type {kind!r} is not one of {', '.join(TYPES)}")
-    r.refuse("partial_rotary_factor", 1, 1.0, why="only full rotation is computed")
+    if partial:
+        r.seen |= {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    else:
+        r.refuse("partial_rotary_factor", 1, 1.0, why="only full rotation is computed")
     fields: dict[str, Any] = {}
     if kind != "default":
         fields["factor"] = r.get("factor", float)

@@ -101,12 +101,18 @@ class SequentialEngine(Engine):
         return [self.cache.snapshot(layer) for layer in range(self.model.config.layers)]
 
     def trim_kv_cache(self, length: int) -> int:
-        """Rewind: set the offset. Returns min(length, processed_token_count). Takes the same time for any length."""
+        """Rewind: set the offset. Returns min(length, processed_token_count). Takes the same time for any length.
+
+        With recurrent layers, -1 for any length that is less than what it holds: nothing was changed, `reset` instead.
+        """
         if length < 0:
             raise ValueError(f"trim_kv_cache({length}): a length is not negative")
+        keep = self.cache.reachable(length)
+        if keep < 0:
+            return -1
         self._begin()
-        if length < self.cache.offset:
-            self.cache.trim_to(length)
+        if keep < self.cache.offset:
+            self.cache.trim_to(keep)
             self._logits = None  # they were of a position that is gone
         return self.cache.offset
 

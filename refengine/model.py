@@ -11,10 +11,12 @@ from types import ModuleType
 
 import numpy as np
 
+from refengine import hybrid
 from refengine.cache import Cache, PagePool
 from refengine.checkpoint import Checkpoint
 from refengine.config import ModelConfig
 from refengine.errors import CheckpointError, FeedError, NonFiniteError
+from refengine.recurrent import RecurrentCache, State
 from refengine.sources import open_checkpoint
 from refengine.tokenizer import Tokenizer
 from refengine.weights import Weights, load_weights
@@ -56,6 +58,9 @@ def forward(model: Model, cache: Cache, tokens: np.ndarray, *, every: bool = Fal
     return tap("logits", op.linear(x, w.head))                                    # (T or 1, V)
 
 
+_forward = forward
+
+
 @dataclass(eq=False)
 class Model:
     """A loaded model: configuration, packed weights, the kernel set they are packed for."""
@@ -75,14 +80,19 @@ class Model:
         c = self.config
         pool = PagePool(self.op, layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, pages=-(-capacity // page_size),
                         page_size=page_size, order=order)
-        return Cache(pool, capacity)
+        if c.delta is None:
+            return Cache(pool, capacity)
+        d, dtype = c.delta, self.op.DTYPE
+        nothing = State(conv=np.zeros((d.window - 1, d.channels), dtype),
+                        memory=np.zeros((d.value_heads, d.value_dim, d.key_dim), dtype))
+        return RecurrentCache(pool, capacity, {i: nothing for i, recurrent in enumerate(d.layers) if recurrent})
 
     def rope_rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of positions start..stop-1, (T, D/2) each, from a table that grows by doubling."""
         table = self._table
         if table is None or len(table[0]) < stop:
             size = max(64, 1 << (stop - 1).bit_length())
-            table = self._table = self.op.rope_table(self.config.rope.turns(self.config.head_dim),
+            table = self._table = self.op.rope_table(self.config.rope.turns(self.config.rotary_dim),
                                                      self.config.rope.attention_factor, 0, size)
         return table[0][start:stop], table[1][start:stop]
 
@@ -101,6 +111,7 @@ class Model:
 
     def run(self, cache: Cache, tokens: np.ndarray, *, every: bool = False, tap: Tap | None = None) -> np.ndarray:
         """`forward`, with infinities and NaN turned into a NonFiniteError that names where they came from."""
+        forward = _forward if self.config.delta is None else hybrid.forward
         try:
             with np.errstate(invalid="ignore", over="ignore"):
                 logits = forward(self, cache, tokens, every=every, **({"tap": tap} if tap else {}))
@@ -155,8 +166,10 @@ def load_model(source: str | os.PathLike | Model, arithmetic: str | None = None)
     checkpoint = open_checkpoint(source)
     try:
         op.kv_fields(checkpoint.config.head_dim)
+        if delta := checkpoint.config.delta:
+            op.check_delta(delta.key_dim, delta.value_dim)
     except BoundError as error:
-        raise CheckpointError(f"{checkpoint.source}: head_dim {checkpoint.config.head_dim}: {error}") from error
+        raise CheckpointError(f"{checkpoint.source}: heads are too large: {error}") from error
     return Model(checkpoint.config, load_weights(checkpoint, op), op, checkpoint)
 
 

@@ -24,6 +24,14 @@ SHAPES: dict[str, dict[str, Any]] = {
              "head_dim": 16, "intermediate_size": 160, "vocab_size": 512, "max_position_embeddings": 4096,
              "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 511,
              "torch_dtype": "bfloat16"},
+    "tiny-hybrid": {**_QWEN3, "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 64,
+                    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+                    "intermediate_size": 160, "vocab_size": 512, "max_position_embeddings": 4096,
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+                    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+                    "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "tie_word_embeddings": False,
+                    "eos_token_id": 511, "torch_dtype": "bfloat16"},
     "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
                    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
                    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": True,
@@ -51,17 +59,18 @@ def write_checkpoint(folder: Path, raw_config: dict[str, Any], *, seed: int = 0,
     folder.mkdir(parents=True, exist_ok=True)
     config = parse_config(raw_config, "config.json")
     (folder / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n", encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", {name: (dtype, random_tensor(name, shape, seed, outlier))
+    centres = {name: 0.0 if "linear_attn" in name else config.gain_centre for name in config.tensors()}
+    write_safetensors(folder / "model.safetensors", {name: (dtype, random_tensor(name, shape, seed, outlier, centres[name]))
                                                      for name, shape in config.tensors().items()})
 
 
-def random_tensor(name: str, shape: tuple[int, ...], seed: int, outlier: float = 1.0) -> np.ndarray:
-    """Uniform float32 values around a mean that suits the parameter: gains near 1, weights that keep variances near 1."""
+def random_tensor(name: str, shape: tuple[int, ...], seed: int, outlier: float = 1.0, centre: float = 0.0) -> np.ndarray:
+    """Uniform float32 values around a mean that suits the parameter: gains near 1 (stored less ``centre``), weights that keep variances near 1."""
     count = int(np.prod(shape))
     raw = np.random.Philox(key=[seed, zlib.crc32(name.encode())]).random_raw(-(-count // 2))
     unit = raw.view(np.uint32)[:count].astype(np.float32) * np.float32(2.0**-31) - np.float32(1)  # [-1, 1]
     if name.endswith("norm.weight"):
-        gain = np.float32(1.0) + np.float32(0.5) * unit
+        gain = np.float32(1 - centre) + np.float32(0.5) * unit
         if "q_norm" not in name and "k_norm" not in name:
             gain[::11] *= np.float32(outlier)
         return gain.reshape(shape)

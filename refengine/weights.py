@@ -29,11 +29,25 @@ class Layer(NamedTuple):
     down: Any
 
 
+class DeltaLayer(NamedTuple):
+    """Packed weights of a layer with a gated delta net. Its q, k, v, z, b and a are one matrix."""
+
+    attn_norm: np.ndarray
+    inputs: Any
+    conv: np.ndarray
+    gates: Any
+    head_norm: np.ndarray
+    o: Any
+    mlp_norm: np.ndarray
+    gate_up: Any
+    down: Any
+
+
 class Weights(NamedTuple):
     """embed: (T,) ids -> (T, E) activations; layers; the last norm; the head."""
 
     embed: Callable[[np.ndarray], np.ndarray]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | DeltaLayer, ...]
     norm: np.ndarray
     head: Any
 
@@ -53,9 +67,21 @@ def load_weights(checkpoint: Checkpoint, op: ModuleType) -> Weights:
             pass
     pack = _Packer(checkpoint, op)
 
-    def layer(i: int) -> Layer:
+    def layer(i: int) -> Layer | DeltaLayer:
         at = f"model.layers.{i}"
         attn, mlp = f"{at}.self_attn", f"{at}.mlp"
+        if config.delta and config.delta.layers[i]:
+            net = f"{at}.linear_attn"
+            return DeltaLayer(attn_norm=pack.norm(f"{at}.input_layernorm"),
+                              inputs=pack.linear(*(f"{net}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
+                              conv=op.pack_conv(_vector(checkpoint, f"{net}.conv1d.weight")),
+                              gates=op.pack_gates(_vector(checkpoint, f"{net}.A_log"),
+                                                  _vector(checkpoint, f"{net}.dt_bias")),
+                              head_norm=pack.norm(f"{net}.norm", centre=0),
+                              o=pack.linear(f"{net}.out_proj"),
+                              mlp_norm=pack.norm(f"{at}.post_attention_layernorm"),
+                              gate_up=pack.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                              down=pack.linear(f"{mlp}.down_proj"))
         return Layer(attn_norm=pack.norm(f"{at}.input_layernorm"),
                      qkv=pack.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj", bias=config.qkv_bias),
                      q_norm=pack.norm(f"{attn}.q_norm") if config.qk_norm else None,
@@ -125,8 +151,11 @@ class _Packer:
     def __init__(self, checkpoint: Checkpoint, op: ModuleType):
         self.checkpoint, self.op = checkpoint, op
 
-    def norm(self, module: str) -> np.ndarray:
-        return self._named(module, lambda: self.op.pack_norm(_vector(self.checkpoint, f"{module}.weight")))
+    def norm(self, module: str, centre: float | None = None) -> np.ndarray:
+        """A gain, stored as its distance from ``centre`` (the family's: 0, or 1 in Qwen3.5)."""
+        centre = self.checkpoint.config.gain_centre if centre is None else centre
+        return self._named(module, lambda: self.op.pack_norm(
+            _vector(self.checkpoint, f"{module}.weight").astype(np.float64) + centre))
 
     def linear(self, *modules: str, bias: bool = False) -> Any:
         """One packed matrix from the rows of several."""

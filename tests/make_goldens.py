@@ -24,21 +24,24 @@ from refengine.synth import write_checkpoint
 FOLDER = Path(__file__).parent / "goldens"
 LIMIT = 2e-5
 
+def _without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
 _BASE = {"hidden_act": "silu", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 48, "vocab_size": 64, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096,
          "rope_theta": 10000.0, "tie_word_embeddings": False}
 _QWEN3 = {"model_type": "qwen3", **_BASE, "head_dim": 16, "attention_bias": False}
 _LLAMA = {"model_type": "llama", **_BASE, "head_dim": 16, "attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5}
+_HYBRID = {"model_type": "qwen3_5_text", **_without(_BASE, "rope_theta"), "head_dim": 16,
+           "attention_bias": False, "num_hidden_layers": 4, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+           "linear_value_head_dim": 12}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
 def _case(hunts: str, config: dict[str, Any], seed: int, length: int, positions: list[int], **more: Any) -> dict[str, Any]:
     return {"hunts": hunts, "config": config, "seed": seed, "length": length, "positions": positions,
             "dtype": "F32", "outlier": 1.0, "embed_power": 0, "activations_at": [], **more}
-
-
-def _without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in keys}
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -76,6 +79,14 @@ CASES: dict[str, dict[str, Any]] = {
                                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, 13, 24, [0, 7, 23]),
     "qwen3-theta-1e6": _case("base 1e6, at positions where a base of 1e4 shows", {**_QWEN3, "rope_theta": 1000000.0}, 14,
                              1100, [0, 7, 1000, 1024, 1099]),
+    "qwen3.5": _case("three delta nets and one gated attention: state, convolution, gates, gains less one, a quarter turns",
+                    {**_HYBRID, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                    "partial_rotary_factor": 0.25}}, 16, 80, [0, 3, 7, 79]),
+    "qwen3.5-half": _case("every other layer attention, half of the dimensions turn, one key head, a window of 3",
+                          {**_HYBRID, "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 3,
+                           "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                                               "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+                          17, 80, [0, 2, 7, 79]),
     "qwen3-small-inputs": _case("embeddings of 1e-3: their mean square is near eps", _QWEN3, 15, 24, [0, 7, 23],
                                 embed_power=-10),
 }
@@ -113,23 +124,28 @@ def transformers_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, dict[
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with _watched_rotation(model) as seen, torch.no_grad():
+    with _watched_rotation(model, json.loads((folder / "config.json").read_text())) as seen, torch.no_grad():
         logits = model(torch.tensor([ids]), use_cache=False).logits[0]
     return logits.numpy().astype(np.float64), seen
 
 
+def attention_layers(config: dict[str, Any]) -> list[int]:
+    """The layers that are not recurrent."""
+    every = config.get("full_attention_interval", 4) if "linear_num_key_heads" in config else 1
+    return [i for i in range(config["num_hidden_layers"]) if (i + 1) % every == 0]
+
+
 @contextmanager
-def _watched_rotation(model):
+def _watched_rotation(model, config):
     """Notes what goes into and comes out of the rotation of each layer."""
-    module, seen, layer = sys.modules[type(model.model).__module__], {}, [0]
+    module, seen, layer = sys.modules[type(model.model).__module__], {}, attention_layers(config)
     original = module.apply_rotary_pos_emb
-    before = "_norm" if model.config.model_type == "qwen3" else ""
+    before = "_norm" if model.config.model_type.startswith("qwen3") else ""
 
     def watched(q, k, *args, **kwargs):
-        rotated = original(q, k, *args, **kwargs)
+        rotated, i = original(q, k, *args, **kwargs), layer.pop(0)
         for name, tensor in zip((f"q{before}", f"k{before}", "q_rope", "k_rope"), (q, k, *rotated)):
-            seen[f"layers.{layer[0]}.{name}"] = tensor[0].transpose(0, 1).numpy().astype(np.float64)  # (T, heads, D)
-        layer[0] += 1
+            seen[f"layers.{i}.{name}"] = tensor[0].transpose(0, 1).numpy().astype(np.float64)  # (T, heads, D)
         return rotated
 
     module.apply_rotary_pos_emb = watched

@@ -1,9 +1,10 @@
-"""Makes the built-in model's folder anew: python tests/make_tiny.py. Its result is committed; the pinned hashes go with it.
+"""Makes the built-in models' folders anew: python tests/make_tiny.py. Its result is committed; the pinned hashes go with it.
 
 A byte-level BPE of 512 entries, trained on the text below, ChatML specials, a chat template in Qwen3's manner (thinking
 is stripped from earlier answers), random weights from a seed.
 """
 import json
+import shutil
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -63,6 +64,9 @@ def main() -> None:
     (FOLDER / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (FOLDER / "generation_config.json").write_text(json.dumps({"eos_token_id": [511, 509]}) + "\n", encoding="utf-8")
     synthesize("tiny", FOLDER)
+    hybrid = FOLDER.parent / "tiny-hybrid"
+    synthesize("tiny-hybrid", hybrid)
+    shutil.copyfile(FOLDER / "generation_config.json", hybrid / "generation_config.json")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The truth for tests: Qwen3, Qwen2 and Llama in float64, as plainly as they can be written. Floor 9.
+"""The truth for tests: Qwen3, Qwen2, Llama and Qwen3.5 in float64, as plainly as they can be written. Floor 9.
 
-Written from the papers (RMSNorm 2019, RoPE 2021, SwiGLU 2020, GQA 2023, YaRN 2023, Llama 3.1) and from what Hugging
-Face's checkpoints mean. It shares nothing with refengine or refkernels: it reads config.json and the tensors by itself,
+Written from the papers (RMSNorm 2019, RoPE 2021, SwiGLU 2020, GQA 2023, YaRN 2023, Llama 3.1, delta nets 2024) and
+from what Hugging Face's checkpoints mean. It shares nothing with refengine or refkernels: it reads config.json and the tensors by itself,
 keeps no cache, and computes every position of every head in a loop.
 """
 import json
@@ -20,14 +20,21 @@ class Oracle:
         self.heads = config["num_attention_heads"]
         self.kv_heads = config.get("num_key_value_heads") or self.heads
         self.head_dim = config.get("head_dim") or config["hidden_size"] // self.heads
+        self.hybrid = config["model_type"] == "qwen3_5_text"
 
     def logits(self, ids: list[int], seen: dict[str, np.ndarray] | None = None) -> np.ndarray:
         """Logits of every position, (T, V). ``seen`` is filled with the activations of each layer by name."""
         seen = {} if seen is None else seen
-        frequencies, factor = rotary(self.config, self.head_dim)
+        rope = self.config.get("rope_parameters") or {}
+        rotated = int(self.head_dim * rope.get("partial_rotary_factor", 0.25 if self.hybrid else 1))
+        frequencies, factor = rotary(self.config, rotated)
         x = self.tensors["model.embed_tokens.weight"][ids]                        # (T, E)
         for layer in range(self.config["num_hidden_layers"]):
-            x = x + self._attention(f"model.layers.{layer}", f"layers.{layer}", x, frequencies, factor, seen)
+            module = f"model.layers.{layer}"
+            if f"{module}.linear_attn.A_log" in self.tensors:
+                x = x + self._delta_net(module, x)
+            else:
+                x = x + self._attention(module, f"layers.{layer}", x, frequencies, factor, seen)
             x = x + self._mlp(f"model.layers.{layer}", x)
             seen[f"layers.{layer}.residual"] = x
         x = self._norm("model.norm", x)                                           # (T, E)
@@ -35,8 +42,10 @@ class Oracle:
         return x @ self.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"].T
 
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Each row over its root mean square, times the gain."""
+        """Each row over its root mean square, times the gain (which Qwen3.5 stores less one, but for its delta nets')."""
         gain, eps = self.tensors[f"{name}.weight"], self.config["rms_norm_eps"]
+        if self.hybrid and "linear_attn" not in name:
+            gain = gain + 1
         return np.array([row / math.sqrt(sum(float(v) ** 2 for v in row) / len(row) + eps) * gain for row in x])
 
     def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -51,10 +60,13 @@ class Oracle:
         parts = {}
         for part, count in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
             rows = self._linear(f"{at}.{part}_proj", h)                           # (T, count * D)
+            if self.hybrid and part == "q":                                       # query, gate, query, gate, ...
+                gates = np.concatenate([rows[:, (2 * i + 1) * d:(2 * i + 2) * d] for i in range(count)], axis=1)
+                rows = np.concatenate([rows[:, 2 * i * d:(2 * i + 1) * d] for i in range(count)], axis=1)
             parts[part] = [rows[:, i * d:(i + 1) * d] for i in range(count)]      # count times (T, D)
         for part in ("q", "k"):
             _note(seen, f"{label}.{part}", parts[part])
-            if self.config["model_type"] == "qwen3":                              # norm first, then rotation
+            if self.config["model_type"] == "qwen3" or self.hybrid:                              # norm first, then rotation
                 parts[part] = [self._norm(f"{at}.{part}_norm", one) for one in parts[part]]
                 _note(seen, f"{label}.{part}_norm", parts[part])
             parts[part] = [rotate(one, frequencies, factor) for one in parts[part]]
@@ -67,8 +79,42 @@ class Oracle:
             scores[future] = -math.inf
             p = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head * d:(head + 1) * d] = p @ parts["v"][kv] / p.sum(axis=1, keepdims=True)
+        if self.hybrid:
+            out = out / (1 + np.exp(-gates))
         seen[f"{label}.heads"] = out
         return self._linear(f"{at}.o_proj", out)
+
+    def _delta_net(self, module: str, x: np.ndarray) -> np.ndarray:
+        """Head by head and token by token. Value head j reads and writes with key head j // (Hv / Hk)."""
+        c, at, t = self.config, f"{module}.linear_attn", len(x)
+        key_heads, value_heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
+        dk, dv, width = c["linear_key_head_dim"], c["linear_value_head_dim"], c["linear_conv_kernel_dim"]
+        h = self._norm(f"{module}.input_layernorm", x)
+        mixed, z, b, a = (self._linear(f"{at}.in_proj_{part}", h) for part in ("qkv", "z", "b", "a"))
+        kernel = self.tensors[f"{at}.conv1d.weight"][:, 0]                        # (C, W)
+        conv = np.zeros_like(mixed)                                               # (T, C)
+        for p in range(t):
+            for j in range(width):
+                if p - width + 1 + j >= 0:
+                    conv[p] += kernel[:, j] * mixed[p - width + 1 + j]
+        conv = conv / (1 + np.exp(-conv))
+        out = np.zeros((t, value_heads * dv))                                     # (T, Hv * Dv)
+        for head in range(value_heads):
+            group = head // (value_heads // key_heads)
+            memory = np.zeros((dk, dv))
+            rate = math.exp(self.tensors[f"{at}.A_log"][head])
+            for p in range(t):
+                q, k = (conv[p, start + group * dk:start + (group + 1) * dk] for start in (0, key_heads * dk))
+                q, k = (y / math.sqrt(sum(float(u) ** 2 for u in y) + 1e-6) for y in (q, k))
+                v = conv[p, 2 * key_heads * dk + head * dv:2 * key_heads * dk + (head + 1) * dv]
+                step = math.log1p(math.exp(a[p, head] + self.tensors[f"{at}.dt_bias"][head]))
+                memory = memory * math.exp(-rate * step)
+                beta = 1 / (1 + math.exp(-b[p, head]))
+                memory = memory + np.outer(k, beta * (v - k @ memory))
+                out[p, head * dv:(head + 1) * dv] = q @ memory / math.sqrt(dk)
+            part = slice(head * dv, (head + 1) * dv)
+            out[:, part] = self._norm(f"{at}.norm", out[:, part]) * z[:, part] / (1 + np.exp(-z[:, part]))
+        return self._linear(f"{at}.out_proj", out)
 
     def _mlp(self, module: str, x: np.ndarray) -> np.ndarray:
         h = self._norm(f"{module}.post_attention_layernorm", x)
@@ -81,8 +127,8 @@ def _note(seen: dict[str, np.ndarray], name: str, heads: list[np.ndarray]) -> No
 
 
 def rotate(x: np.ndarray, frequencies: list[float], factor: float) -> np.ndarray:
-    """Turn the pairs (x[i], x[i + D/2]) of position p by the angle p * frequency[i]. (T, D) -> (T, D)."""
-    half, y = len(frequencies), np.zeros_like(x)
+    """Turn the pairs (x[i], x[i + R/2]) of position p by the angle p * frequency[i]; what lies beyond R stays. (T, D)."""
+    half, y = len(frequencies), x.copy()
     for p in range(len(x)):
         for i, frequency in enumerate(frequencies):
             c, s = math.cos(p * frequency) * factor, math.sin(p * frequency) * factor

@@ -130,9 +130,9 @@ def test_chat_falls_back_to_a_reset_when_the_engine_cannot_rewind():
     for text in ("Hello", "And of Japan?"):
         assert "".join(chat.send(text)) == "".join(plain.send(text))
     assert [(turn.fallback, turn.reused, turn.forwarded) for turn in chat.turns] == \
-        [("reset", 0, turn.prompt) for turn in plain.turns]
+        [("recurrent", 0, turn.prompt) for turn in plain.turns]
     assert plain.turns[1].reused > 0 and plain.turns[1].fallback == ""
-    assert chat.turns[1].record().endswith(" fallback=reset")
+    assert chat.turns[1].record().endswith(" fallback=recurrent")
 
 
 @both_engines

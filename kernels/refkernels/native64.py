@@ -4,16 +4,17 @@ from functools import partial
 import numpy as np
 
 from refkernels import native
-from refkernels.native import KV, MAX_CONTEXT, Linear, argmax, attention, linear, pack_kv, rms_norm, rotate, swiglu
-from refkernels.native import token_weights
+from refkernels.native import KV, MAX_CONTEXT, Gates, Linear, argmax, attention, check_delta, conv, delta_rule, gates, linear
+from refkernels.native import pack_kv, rms_norm, rotate, swiglu, times_sigmoid, times_silu, token_weights
 
 NAME = "native64"
 DTYPE = np.float64
 
 kv_fields = partial(native.kv_fields, dtype=DTYPE)
+pack_conv = partial(native.pack_conv, dtype=DTYPE)
+pack_gates = partial(native.pack_gates, dtype=DTYPE)
 pack_linear = partial(native.pack_linear, dtype=DTYPE)
 pack_norm = partial(native.pack_norm, dtype=DTYPE)
 rope_table = partial(native.rope_table, dtype=DTYPE)
 
-__all__ = ["DTYPE", "KV", "MAX_CONTEXT", "NAME", "Linear", "argmax", "attention", "kv_fields", "linear", "pack_kv",
-           "pack_linear", "pack_norm", "rms_norm", "rope_table", "rotate", "swiglu", "token_weights"]
+__all__ = native.__all__

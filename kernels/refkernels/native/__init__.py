@@ -6,6 +6,8 @@ control of our proofs: what holds for ``exact`` must be able to fail here.
 import numpy as np
 
 from refkernels.native.attention import KV, MAX_CONTEXT, attention, kv_fields, pack_kv
+from refkernels.native.delta import Gates, check_delta, conv, delta_rule, gates, pack_conv, pack_gates
+from refkernels.native.delta import times_sigmoid, times_silu
 from refkernels.native.mlp import Linear, linear, pack_linear, swiglu
 from refkernels.native.norm import pack_norm, rms_norm
 from refkernels.native.rope import rope_table, rotate
@@ -14,5 +16,6 @@ from refkernels.native.sampling import argmax, token_weights
 NAME = "native"
 DTYPE = np.float32  # of activations and weights
 
-__all__ = ["DTYPE", "KV", "MAX_CONTEXT", "NAME", "Linear", "argmax", "attention", "kv_fields", "linear", "pack_kv",
-           "pack_linear", "pack_norm", "rms_norm", "rope_table", "rotate", "swiglu", "token_weights"]
+__all__ = ["DTYPE", "Gates", "KV", "MAX_CONTEXT", "NAME", "Linear", "argmax", "attention", "check_delta", "conv",
+           "delta_rule", "gates", "kv_fields", "linear", "pack_conv", "pack_gates", "pack_kv", "pack_linear", "pack_norm", "rms_norm",
+           "rope_table", "rotate", "swiglu", "times_sigmoid", "times_silu", "token_weights"]

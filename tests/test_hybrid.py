@@ -1,0 +1,207 @@
+"""A model with recurrent layers: its state is a function of the tokens, is written whole or not at all, and has no rewind.
+That its numbers are right is said by the goldens (test_goldens.py). Floor 9.
+"""
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from helpers import make_chat, make_engine
+from refengine.config import parse_config
+from refengine.errors import ConfigError, NonFiniteError
+from refengine.model import load_model
+from refengine.synth import SHAPES, write_checkpoint
+from refkernels import arithmetic
+from refkernels.exact.elementary import log1p
+
+HYBRID = SHAPES["tiny-hybrid"]
+IDS = [int(raw) % 512 for raw in np.random.Philox(key=5).random_raw(40)]
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return load_model("tiny-hybrid")
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    """No attention at all."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    write_checkpoint(folder, {**HYBRID, "layer_types": ["linear_attention"] * 4}, seed=3)
+    return load_model(folder)
+
+
+def all_bytes(engine):
+    return [{name: array.tobytes() for name, array in layer.items()} for layer in engine.kv()]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+@given(cuts=st.lists(st.integers(1, 39), max_size=6), page_size=st.sampled_from([1, 3, 64]))
+@settings(max_examples=25)
+def test_where_chunks_end_cannot_show(kind, request, cuts, page_size):
+    model = request.getfixturevalue(kind)
+    whole = make_engine("pipelined", model, capacity=64, chunk_size=40)
+    whole.prefill(IDS)
+    parts = make_engine("sequential", model, capacity=64, page_size=page_size)
+    parts.chunk_size = 40
+    edges = sorted({0, *cuts, 40})
+    for a, b in zip(edges, edges[1:]):
+        parts.prefill(IDS[:b])
+    assert parts.logits.tobytes() == whole.logits.tobytes()
+    assert all_bytes(parts) == all_bytes(whole)
+
+
+def test_native_arithmetic_is_the_control(hybrid):
+    """In plain float32 a chunk and single tokens differ, or this suite could not see it."""
+    native = load_model("tiny-hybrid", "native")
+    one, many = (make_engine(kind, native, capacity=64) for kind in ("sequential", "pipelined"))
+    one.prefill(IDS)
+    many.prefill(IDS)
+    assert one.logits.tobytes() != many.logits.tobytes()
+    assert np.allclose(one.logits, many.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "pipelined"])
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+def test_a_rewind_answers_minus_one_and_changes_nothing(kind, engine, request):
+    engine = make_engine(engine, request.getfixturevalue(kind), capacity=64)
+    engine.prefill(IDS[:20])
+    before, logits = all_bytes(engine), engine.logits.tobytes()
+    feed = IDS[:20] + IDS[20:22] if engine.prefix_reuse_feeds_full_sequence else IDS[20:22]
+    answer = engine.generate(feed, max_tokens=3)
+    for length in (19, 1, 0):
+        assert engine.trim_kv_cache(length) == -1
+    assert engine.tokens == IDS[:20] and all_bytes(engine) == before and engine.logits.tobytes() == logits
+    assert len(list(answer)) == 3, "a generation that was begun is not stale: nothing was changed"
+
+
+@pytest.mark.parametrize("engine", ["sequential", "pipelined"])
+def test_the_length_it_holds_is_retained_as_it_is(engine, hybrid):
+    engine = make_engine(engine, hybrid, capacity=64)
+    engine.prefill(IDS[:20])
+    before = all_bytes(engine)
+    assert engine.trim_kv_cache(20) == engine.trim_kv_cache(99) == 20
+    assert all_bytes(engine) == before and engine.logits is not None
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+def test_reset_leaves_nothing_of_the_sequence_before(kind, request):
+    """State that leaks between requests."""
+    engine, fresh = (make_engine("pipelined", request.getfixturevalue(kind), capacity=64) for _ in range(2))
+    engine.prefill(IDS)
+    engine.reset()
+    engine.prefill(IDS[5:12])
+    fresh.prefill(IDS[5:12])
+    assert all_bytes(engine) == all_bytes(fresh) and engine.logits.tobytes() == fresh.logits.tobytes()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "pipelined"])
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+def test_a_cancelled_answer_leaves_the_state_of_the_tokens_it_holds(kind, engine, request):
+    model = request.getfixturevalue(kind)
+    engine, fresh = make_engine(engine, model, capacity=64), make_engine("pipelined", model, capacity=64)
+    answer = engine.generate(IDS[:12])
+    for _ in range(4):
+        next(answer)
+    answer.close()
+    fresh.prefill(engine.tokens)
+    assert all_bytes(engine) == all_bytes(fresh) and engine.logits.tobytes() == fresh.logits.tobytes()
+
+
+@pytest.mark.parametrize("where", ["layers.0.conv", "layers.2.recalled", "layers.3.q_rope", "layers.3.gate", "norm"])
+def test_a_forward_that_fails_leaves_k_v_and_states_as_they_were(where, hybrid):
+    engine = make_engine("sequential", hybrid, capacity=64)
+    engine.prefill(IDS[:7])
+    before = all_bytes(engine)
+
+    def poison(name, x):
+        return np.where(np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 1, np.nan, x) if name == where else x
+
+    with pytest.raises(NonFiniteError, match=where.replace(".", r"\.")):
+        hybrid.run(engine.cache, np.array(IDS[7:10]), every=True, tap=poison)
+    assert all_bytes(engine) == before
+    engine.prefill(IDS)
+    fresh = make_engine("pipelined", hybrid, capacity=64)
+    fresh.prefill(IDS)
+    assert all_bytes(engine) == all_bytes(fresh)
+
+
+def test_a_commit_without_the_states_of_its_tokens_is_refused(hybrid):
+    cache = hybrid.new_cache(16, 4)
+    hybrid.run(cache, np.array(IDS[:4]))
+    with pytest.raises(ValueError, match="no state in every recurrent layer"):
+        cache.commit(IDS[:3])
+    cache.commit(IDS[:4])
+    with pytest.raises(ValueError, match="no state in every recurrent layer"):
+        cache.commit(IDS[:4])
+    assert cache.offset == 4
+
+
+@pytest.mark.parametrize("engine", ["sequential", "pipelined"])
+def test_a_chat_falls_back_to_a_reset_and_says_so(engine, hybrid):
+    on, off = (make_chat(engine, cache, model=hybrid) for cache in (True, False))
+    for chat in (on, off):
+        for text in ("What is the capital of France?", "And of Japan?"):
+            list(chat.send(text))
+        list(chat.regenerate())
+    for ours, cold in zip(on.turns, off.turns):
+        assert ours.text == cold.text and cold.reused == 0
+    assert on.turns[2].reused == 0 and on.turns[2].fallback == "recurrent"
+    assert " reused=0 " in on.turns[2].record() and on.turns[2].record().endswith(" fallback=recurrent")
+    assert all_bytes(on.engine) == all_bytes(off.engine) and on.engine.logits.tobytes() == off.engine.logits.tobytes()
+
+
+# Kernels
+
+@pytest.mark.parametrize("name", ["exact", "native", "native64"])
+def test_a_memory_that_is_told_a_value_for_a_key_recalls_it(name):
+    """beta 1 and decay 1: what a key recalls is the value that was written last, whatever was there before."""
+    op = arithmetic(name)
+    raw = (np.random.Philox(key=9).random_raw(3 * 2 * 8 + 3 * 4 * 6) / 2.0**63 - 1).astype(op.DTYPE)
+    k, v = raw[:48].reshape(3, 2, 8), raw[48:].reshape(3, 4, 6)
+    ones = np.ones((3, 4), op.DTYPE)
+    out, state = op.delta_rule(k, k, v, ones, ones, np.zeros((4, 6, 8), op.DTYPE))
+    # q is k over its length and over sqrt(Dk); eps keeps the length a little below 1
+    assert np.allclose(out * np.sqrt(8), v, atol=1e-5)
+    assert state.shape == (4, 6, 8)
+
+
+def test_gates_are_near_their_float64_values_over_their_whole_range():
+    op = arithmetic("exact")
+    x = np.linspace(-80, 80, 4001).astype(np.float32)[:, None]
+    packed = op.pack_gates(np.array([0.5], np.float32), np.array([0.25], np.float32))
+    beta, decay = op.gates(x, x, packed)
+    wide = x.astype(np.float64)
+    assert np.abs(beta * (1 + np.exp(-wide)) - 1).max() < 1e-5        # exp's argument is rounded: 80 * 2^-24
+    truth = np.exp(-np.exp(0.5) * np.logaddexp(0, (x + np.float32(0.25)).astype(np.float64)))
+    assert np.abs(decay - truth).max() < 3e-7
+
+
+def test_softplus_of_very_negative_inputs_keeps_its_relative_precision():
+    u = np.ldexp(np.float32(1), -np.arange(0, 60)).astype(np.float32)
+    assert np.abs(log1p(u) / np.log1p(u.astype(np.float64)) - 1).max() < 1e-7
+
+
+# Configuration
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not a multiple"),
+    ({"layer_types": ["full_attention"] * 3}, "each of 4 layers"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types must name"),
+    ({"attn_output_gate": False}, "attn_output_gate"),
+    ({"linear_key_head_dim": None}, "linear_key_head_dim is missing"),
+    ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.2}}, "turns 3 of 16"),
+    ({"model_type": "qwen3_5_moe_text"}, "mixtures of experts"),
+    ({"num_experts": 8}, "num_experts"),
+])
+def test_a_configuration_that_is_not_this_model_is_refused_by_its_key(change, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**HYBRID, **change}, "config.json")
+
+
+def test_without_layer_types_every_fourth_layer_is_attention():
+    raw = {key: value for key, value in HYBRID.items() if key != "layer_types"}
+    assert parse_config(raw, "c").delta.layers == (True, True, True, False)
+    assert parse_config({**raw, "full_attention_interval": 2}, "c").delta.layers == (True, False, True, False)
+    json.dumps(raw)
