@@ -134,6 +134,10 @@ class Cache:
         if self.offset + count > len(self._pages) * self.pool.page_size:
             raise ValueError(f"{count} positions after {self.offset} were not reserved")
 
+    def until_snapshot(self) -> int | None:
+        """How many tokens a forward may run at most, or None: any position can be gone back to."""
+        return None
+
     def reachable(self, length: int) -> int:
         """The longest prefix, not beyond ``length``, that can be gone back to. Negative: none, but for nothing at all."""
         return min(length, self.offset)

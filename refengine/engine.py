@@ -79,9 +79,11 @@ class SequentialEngine(Engine):
     prefix_reuse_feeds_full_sequence = True
     chunk_size = 1
 
-    def __init__(self, model: Model, *, capacity: int = 4096, page_size: int = 64, page_order: Sequence[int] | None = None):
+    def __init__(self, model: Model, *, capacity: int = 4096, page_size: int = 64, page_order: Sequence[int] | None = None,
+                 snapshot_every: int | None = None, snapshot_bytes: int = 2**28):
         self.model, self.capacity, self.vocab = model, capacity, model.config.vocab
-        self.cache = model.new_cache(capacity, page_size, page_order)
+        self.cache = model.new_cache(capacity, page_size, page_order, snapshot_every=snapshot_every,
+                                     snapshot_bytes=snapshot_bytes)
         self._logits: np.ndarray | None = None
         self._use = 0  # counts the calls that change the state: an iterator of an older one must not go on
 
@@ -103,7 +105,8 @@ class SequentialEngine(Engine):
     def trim_kv_cache(self, length: int) -> int:
         """Rewind: set the offset. Returns min(length, processed_token_count). Takes the same time for any length.
 
-        With recurrent layers, -1 for any length that is less than what it holds: nothing was changed, `reset` instead.
+        With recurrent layers the nearest snapshot at or below it. Without ``snapshot_every``, -1 for any length that is
+        less than what it holds: nothing was changed, `reset` instead.
         """
         if length < 0:
             raise ValueError(f"trim_kv_cache({length}): a length is not negative")
@@ -163,9 +166,10 @@ class SequentialEngine(Engine):
 
     def _run(self, tokens: np.ndarray) -> None:
         """Forward in chunks, each committed when it is complete."""
-        for i in range(0, len(tokens), self.chunk_size):
-            chunk = tokens[i:i + self.chunk_size]
+        while len(tokens):
+            chunk = tokens[:min(self.chunk_size, self.cache.until_snapshot() or self.chunk_size)]
             self._commit(chunk, self.model.run(self.cache, chunk))
+            tokens = tokens[len(chunk):]
 
     def _commit(self, tokens: np.ndarray, logits: np.ndarray) -> None:
         self._logits = None  # an interrupt between the next two lines must not pair old logits with a new offset

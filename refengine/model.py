@@ -71,8 +71,12 @@ class Model:
     checkpoint: Checkpoint
     _table: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
-    def new_cache(self, capacity: int, page_size: int, order: Sequence[int] | None = None) -> Cache:
-        """An empty cache with memory of its own. Raises ValueError when the capacity is more than the set can sum over."""
+    def new_cache(self, capacity: int, page_size: int, order: Sequence[int] | None = None, *,
+                  snapshot_every: int | None = None, snapshot_bytes: int = 2**28) -> Cache:
+        """An empty cache with memory of its own. Raises ValueError when the capacity is more than the set can sum over.
+
+        The snapshots are of recurrent layers (`refengine.recurrent`); a model without them needs none.
+        """
         if capacity < 1 or page_size < 1:
             raise ValueError(f"capacity {capacity} in pages of {page_size}; both must be at least 1")
         if capacity > self.op.MAX_CONTEXT:
@@ -85,7 +89,8 @@ class Model:
         d, dtype = c.delta, self.op.DTYPE
         nothing = State(conv=np.zeros((d.window - 1, d.channels), dtype),
                         memory=np.zeros((d.value_heads, d.value_dim, d.key_dim), dtype))
-        return RecurrentCache(pool, capacity, {i: nothing for i, recurrent in enumerate(d.layers) if recurrent})
+        return RecurrentCache(pool, capacity, {i: nothing for i, recurrent in enumerate(d.layers) if recurrent},
+                              snapshot_every=snapshot_every, snapshot_bytes=snapshot_bytes)
 
     def rope_rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of positions start..stop-1, (T, D/2) each, from a table that grows by doubling."""

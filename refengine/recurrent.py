@@ -1,7 +1,7 @@
 """The cache of a model with recurrent layers: K/V where there is attention, and one state of each other layer. Floor 3.
 
-A state stands for everything before the offset and cannot be cut: there is no position in it to forget. So a rewind
-has only two ends that are free, where the sequence stands and where it began.
+A state stands for everything before the offset and cannot be cut: there is no position in it to forget. So a sequence can
+go back only to where a state was kept: with snapshots to the nearest one, without them nowhere.
 """
 from __future__ import annotations
 
@@ -23,12 +23,22 @@ class State(NamedTuple):
 class RecurrentCache(Cache):
     """``start``: the state of nothing, layer -> State, for each recurrent layer.
 
+    ``snapshot_every``: keep the states after every so many tokens, at most ``snapshot_bytes`` of them; the oldest go first.
+
     A forward writes states beside the ones in force; `commit` puts them in force together with the offset. States are
     never changed in place, so an interrupted or dropped forward leaves no trace.
     """
 
-    def __init__(self, pool: PagePool, capacity: int, start: dict[int, State]):
+    def __init__(self, pool: PagePool, capacity: int, start: dict[int, State], *, snapshot_every: int | None = None,
+                 snapshot_bytes: int = 2**28):
         super().__init__(pool, capacity)
+        self.state_bytes = sum(array.nbytes for state in start.values() for array in state)
+        if snapshot_every is not None and snapshot_every < 1:
+            raise ValueError(f"snapshot_every is {snapshot_every}, but must be at least 1")
+        if snapshot_every is not None and snapshot_bytes < self.state_bytes:
+            raise ValueError(f"snapshot_bytes is {snapshot_bytes}, but one snapshot has {self.state_bytes} bytes")
+        self.snapshot_every, self._most = snapshot_every, snapshot_bytes // max(1, self.state_bytes)
+        self._snapshots: dict[int, dict[int, State]] = {}     # by the offset that they belong to, oldest first
         self._start, self._states = start, start
         self._written: dict[int, State] = {}
         self._written_for = (0, 0)                            # (offset, count) of the forward that wrote them
@@ -53,21 +63,39 @@ class RecurrentCache(Cache):
         states, self._written = self._written, {}
         self._states = states
         super().commit(tokens)
+        if self.snapshot_every and self.offset % self.snapshot_every == 0:
+            self._snapshots[self.offset] = states             # never changed in place, so they need no copy
+            while len(self._snapshots) > self._most:
+                del self._snapshots[next(iter(self._snapshots))]
+
+    @property
+    def snapshots(self) -> list[int]:
+        """The offsets that can be gone back to, oldest snapshot first. Together they take len(snapshots) * state_bytes."""
+        return list(self._snapshots)
+
+    def until_snapshot(self) -> int | None:
+        """How many tokens until one is due: a forward that ran over it would leave none there."""
+        return self.snapshot_every and self.snapshot_every - self.offset % self.snapshot_every
 
     def reachable(self, length: int) -> int:
-        """Negative below the offset: a state cannot be rewound."""
-        return self.offset if length >= self.offset else -1
+        """The nearest snapshot, or the beginning. Negative when none are kept: a state cannot be rewound."""
+        if length >= self.offset:
+            return self.offset
+        return max((at for at in self._snapshots if at <= length), default=0) if self.snapshot_every else -1
 
     def trim_to(self, length: int) -> None:
-        """Forget everything, or nothing. Raises ValueError at any other length."""
-        if length not in (0, self.offset):
-            raise ValueError(f"trim_to({length}): a recurrent state of {self.offset} positions can only be kept or dropped")
-        if length == 0:
-            self._states = self._start
+        """Go back to where a state was kept, K/V and states together. Raises ValueError at any other length."""
+        if length not in (0, self.offset, *self._snapshots):
+            raise ValueError(f"trim_to({length}): of {self.offset} positions, a state is kept of {[0, *self._snapshots]}")
         super().trim_to(length)
+        if length in self._snapshots:
+            self._states = self._snapshots[length]
+        elif length == 0:
+            self._states = self._start
+        self._snapshots = {at: states for at, states in self._snapshots.items() if at <= length}
 
     def release(self) -> None:
-        self._states = self._start
+        self._states, self._snapshots = self._start, {}
         super().release()
 
     def snapshot(self, layer: int, start: int = 0, stop: int | None = None) -> dict[str, np.ndarray]:

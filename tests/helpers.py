@@ -26,9 +26,9 @@ both_engines = pytest.mark.parametrize("kind", KINDS)
 
 
 def make_engine(kind: str, model: Model, *, capacity: int = 128, page_size: int = 4, chunk_size: int = 8,
-                page_order: Sequence[int] | None = None) -> SequentialEngine:
+                page_order: Sequence[int] | None = None, **snapshots: int) -> SequentialEngine:
     """An engine with the sizes of the cases: capacity 128, pages of 4."""
-    sizes = {"capacity": capacity, "page_size": page_size, "page_order": page_order}
+    sizes = {"capacity": capacity, "page_size": page_size, "page_order": page_order, **snapshots}
     if kind == "sequential":
         return SequentialEngine(model, **sizes)
     return PipelinedEngine(model, chunk_size=chunk_size, **sizes)

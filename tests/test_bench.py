@@ -189,3 +189,13 @@ def test_mistakes_of_the_command_are_told(capsys):
     assert "should be PROMPT:REUSED" in capsys.readouterr().err
     assert main(["bench", "--shape", "no-such-shape"]) == 2
     assert "no-such-shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine_name", ["llama.cpp", "native, sequential"])
+def test_no_figure_of_the_terminals_tables_is_cut_off(measured, engine_name, capsys):
+    """Long names and large figures: the widest table fits the width that the command takes."""
+    report, _ = measured
+    row = {**report["turns"][0], "subject": engine_name, "engine": None, "prompt": 131072, "reused": 131000, "off": 99999.0,
+           "measured": 3, "ratio": 999.9, "decode": 99.9}
+    text = printed(*tables({**report, "turns": [row]}))
+    assert "…" not in text and "99999.00 s*" in text

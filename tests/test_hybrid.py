@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from helpers import make_chat, make_engine
+from refengine.chat import Chat
 from refengine.config import parse_config
 from refengine.errors import ConfigError, NonFiniteError
-from refengine.model import load_model
+from refengine.model import load_model, load_tokenizer
 from refengine.synth import SHAPES, write_checkpoint
 from refkernels import arithmetic
 from refkernels.exact.elementary import log1p
@@ -150,6 +151,67 @@ def test_a_chat_falls_back_to_a_reset_and_says_so(engine, hybrid):
     assert on.turns[2].reused == 0 and on.turns[2].fallback == "recurrent"
     assert " reused=0 " in on.turns[2].record() and on.turns[2].record().endswith(" fallback=recurrent")
     assert all_bytes(on.engine) == all_bytes(off.engine) and on.engine.logits.tobytes() == off.engine.logits.tobytes()
+
+
+# Snapshots
+
+@pytest.mark.parametrize("engine", ["sequential", "pipelined"])
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+@given(rewinds=st.lists(st.tuples(st.integers(0, 39), st.integers(1, 12)), min_size=1, max_size=4),
+       every=st.sampled_from([1, 4, 7]), most=st.sampled_from([1, 2, 100]))
+@settings(max_examples=25)
+def test_what_follows_a_rewind_to_a_snapshot_is_a_full_recompute(kind, engine, request, rewinds, every, most):
+    """Off: see above. On, and evicting (at most one or two are kept): K/V, states and logits, byte for byte."""
+    model = request.getfixturevalue(kind)
+    size = model.new_cache(1, 1).state_bytes
+    engine = make_engine(engine, model, capacity=64, snapshot_every=every, snapshot_bytes=most * size)
+    engine.prefill(IDS[:30])
+    for length, more in rewinds:
+        held, kept = engine.tokens, engine.cache.snapshots
+        retained = engine.trim_kv_cache(length)
+        want = len(held) if length >= len(held) else max([0, *(at for at in kept if at <= length)])
+        assert retained == want == engine.processed_token_count and engine.tokens == held[:want]
+        new = IDS[-more:]
+        engine.prefill([*held[:want], *new] if engine.prefix_reuse_feeds_full_sequence else new)
+        fresh = make_engine("pipelined", model, capacity=64)
+        fresh.prefill(engine.tokens)
+        assert all_bytes(engine) == all_bytes(fresh) and engine.logits.tobytes() == fresh.logits.tobytes()
+        if engine.processed_token_count > 50:
+            engine.reset()
+            engine.prefill(IDS[:30])
+
+
+def test_snapshots_lie_at_every_multiple_whatever_the_chunks_and_the_oldest_go_first(hybrid):
+    size = hybrid.new_cache(1, 1).state_bytes
+    engine = make_engine("pipelined", hybrid, capacity=64, chunk_size=32, snapshot_every=6, snapshot_bytes=3 * size + 5)
+    engine.prefill(IDS[:20])
+    assert engine.cache.snapshots == [6, 12, 18]
+    for _ in engine.generate([1, 2, 3], max_tokens=4):
+        pass
+    assert engine.tokens[:23] == [*IDS[:20], 1, 2, 3] and engine.cache.snapshots == [12, 18, 24]
+    assert engine.trim_kv_cache(17) == 12 and engine.cache.snapshots == [12], "what lay beyond was of another sequence"
+    assert engine.trim_kv_cache(11) == 0 and engine.cache.snapshots == []
+
+
+def test_a_chat_with_snapshots_reuses_what_lies_before_the_nearest_one(hybrid):
+    tokenizer = load_tokenizer("tiny-hybrid")
+    chats = [Chat(make_engine("pipelined", hybrid, capacity=512, **snapshots), tokenizer, cache, max_tokens=6)
+             for cache, snapshots in ((True, {"snapshot_every": 8}), (True, {}), (False, {}))]
+    for chat in chats:
+        for text in ("What is the capital of France?", "And of Japan?"):
+            list(chat.send(text))
+        list(chat.regenerate())
+    kept, none, off = chats
+    assert [turn.text for turn in kept.turns] == [turn.text for turn in none.turns] == [turn.text for turn in off.turns]
+    assert kept.turns[2].fallback == "" and kept.turns[2].reused == (kept.turns[2].prompt - 1) // 8 * 8
+    assert none.turns[2].reused == off.turns[2].reused == 0
+    assert all_bytes(kept.engine) == all_bytes(off.engine)
+
+
+@pytest.mark.parametrize("wrong", [{"snapshot_every": 0}, {"snapshot_every": 4, "snapshot_bytes": 10}])
+def test_snapshots_that_cannot_be_kept_are_refused(wrong, hybrid):
+    with pytest.raises(ValueError, match="snapshot_"):
+        make_engine("sequential", hybrid, **wrong)
 
 
 # Kernels

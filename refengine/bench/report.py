@@ -26,7 +26,7 @@ def ceilings(report: dict[str, Any]) -> str:
             f"core {machine.get('blas_core', 'unknown')}, {machine.get('blas_threads', '?')} threads; "
             f"NumPy {machine['numpy']}, Python {machine['python']}. "
             f"Ceilings: sgemm {top['sgemm']:.0f} and dgemm {top['dgemm']:.0f} GFLOP/s, reading {top['read']:.1f} GB/s. "
-            f"Medians of {report['rounds']} rounds")
+            f"{'One round' if report['rounds'] == 1 else 'Medians of ' + str(report['rounds']) + ' rounds'}")
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ PLAN = Plan()
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console()
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 140)  # the widest table
     plan = replace(PLAN, turns=tuple(_turn(text) for text in arguments.turn) or PLAN.turns, rounds=arguments.rounds,
                    sequential=not arguments.no_sequential)
     subjects = [*(arguments.arithmetic or OURS), *arguments.peer]
