@@ -25,5 +25,6 @@ def load(model: str | os.PathLike | Model, *, engine: str = "sequential", arithm
             raise ValueError("the sequential engine feeds one token a forward; chunk_size is for the pipelined one")
         return SequentialEngine(load_model(model, arithmetic), **settings)
     if engine == "pipelined":
-        return PipelinedEngine(load_model(model, arithmetic), **settings, chunk_size=256 if chunk_size is None else chunk_size)
+        chunks = 256 if chunk_size is None else chunk_size
+        return PipelinedEngine(load_model(model, arithmetic), chunk_size=chunks, **settings)
     raise ValueError(f"engine {engine!r} is not one of sequential, pipelined")

@@ -39,7 +39,7 @@ def all_bytes(engine):
 
 @pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
 @given(cuts=st.lists(st.integers(1, 39), max_size=6), page_size=st.sampled_from([1, 3, 64]))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_where_chunks_end_cannot_show(kind, request, cuts, page_size):
     model = request.getfixturevalue(kind)
     whole = make_engine("pipelined", model, capacity=64, chunk_size=40)
@@ -159,7 +159,7 @@ def test_a_chat_falls_back_to_a_reset_and_says_so(engine, hybrid):
 @pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
 @given(rewinds=st.lists(st.tuples(st.integers(0, 39), st.integers(1, 12)), min_size=1, max_size=4),
        every=st.sampled_from([1, 4, 7]), most=st.sampled_from([1, 2, 100]))
-@settings(max_examples=25)
+@settings(max_examples=8)  # each forwards hundreds of tokens
 def test_what_follows_a_rewind_to_a_snapshot_is_a_full_recompute(kind, engine, request, rewinds, every, most):
     """Off: see above. On, and evicting (at most one or two are kept): K/V, states and logits, byte for byte."""
     model = request.getfixturevalue(kind)
