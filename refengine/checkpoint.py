@@ -40,7 +40,8 @@ class Checkpoint(abc.ABC):
 
     def fingerprint(self) -> str:
         """SHA-256 over the configuration and every stored parameter: reads all of the file."""
-        digest = hashlib.sha256(repr(self.config).encode())
+        hybrid = repr((self.config.rotated, self.config.delta)) if self.config.delta else ""
+        digest = hashlib.sha256(f"{self.config!r}{hybrid}".encode())
         for name in sorted(self.shapes()):
             digest.update(f"{name}{self.shapes()[name]}".encode())
             digest.update(np.ascontiguousarray(self.raw(name)).view(np.uint8))

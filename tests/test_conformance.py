@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from refengine.cli import main
-from refengine.conformance import campaign
+from refengine.conformance import campaign, receipt
 from refengine.conformance.history import TraceError, load_trace, model_truth, save_trace
 from refengine.model import tiny
+from refengine.sources import open_checkpoint
 
 HERE = Path(__file__).parent
 
@@ -91,10 +92,17 @@ def test_a_receipt_is_repeated_and_compared(tmp_path, capsys):
     path = tmp_path / "receipt.json"
     assert main(["prove", "--chats", "1", "--turns", "2", "--engine", "pipelined", "--receipt", str(path)]) == 0
     assert main(["verify", str(path)]) == 0
-    receipt = json.loads(path.read_text())
-    path.write_text(json.dumps(receipt | {"digest": "0" * 64}))
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"digest": "0" * 64}))
     assert main(["verify", str(path)]) == 1
     assert "but the receipt says 000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "proofs" / "receipts").glob("*.json")), ids=lambda p: p.stem)
+def test_a_receipt_of_the_repository_is_of_the_models_as_they_are(path):
+    """Else `refengine verify` refuses it: other weights, or a fingerprint that is made in another way."""
+    model = receipt.read(path)["model"]
+    assert open_checkpoint(model["source"]).fingerprint() == model["fingerprint"]
 
 
 @pytest.mark.parametrize(("change", "says"), (
