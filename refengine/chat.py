@@ -271,8 +271,12 @@ class Chat:
         probes = [self.prompt([*messages, {"role": role, "content": text}]).ids for text in ("a", "7", "\u6f22")]
         anchor = probes[0][:min(common_prefix(probes[0], other) for other in probes[1:])]
         keep = common_prefix(anchor, self.engine.tokens)
-        if keep == len(anchor) or self.engine.trim_kv_cache(keep) != keep:
+        if keep == len(anchor):
             return
+        keep = self.engine.trim_kv_cache(keep)
+        if keep < 0:  # there is time for all of it, and then the next prompt goes on from there
+            self.engine.reset()
+            keep = 0
         step = getattr(self.engine, "chunk_size", 256)
         for start in range(keep, len(anchor), step):
             if stop.is_set():

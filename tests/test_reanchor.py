@@ -25,8 +25,8 @@ def stripping() -> Tokenizer:
     return Tokenizer(tokenizer.backend, ChatTemplate(STRIPPING), tokenizer.stop_ids)
 
 
-def chat_of(kind="pipelined", cache=True, **options):
-    engine = make_engine(kind, load_model("tiny"), capacity=512, page_size=16, chunk_size=8)
+def chat_of(kind="pipelined", cache=True, model="tiny", snapshot_every=None, **options):
+    engine = make_engine(kind, load_model(model), capacity=512, page_size=16, chunk_size=8, snapshot_every=snapshot_every)
     return Chat(engine, stripping(), cache, system="Be brief.", max_tokens=12, **options)
 
 
@@ -36,9 +36,12 @@ def canonical(chat):
     return a[:naive_prefix(a, b)]
 
 
+@pytest.mark.parametrize(("model", "every"), [("tiny", None), ("tiny-hybrid", None), ("tiny-hybrid", 16)])
 @both_engines
-def test_the_next_turn_forwards_only_what_is_new(kind):
-    plain, anchored, off = chat_of(kind), chat_of(kind, reanchor=True), chat_of(cache=False)
+def test_the_next_turn_forwards_only_what_is_new(kind, model, every):
+    """Where the state cannot be rewound that far, or not at all, idle time is for what lies before it too."""
+    plain, anchored = chat_of(kind, model=model), chat_of(kind, model=model, snapshot_every=every, reanchor=True)
+    off = chat_of(cache=False, model=model)
     for text in SCRIPT:
         for chat in (plain, anchored, off):
             say(chat, text)
