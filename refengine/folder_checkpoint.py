@@ -1,13 +1,15 @@
 """A Hugging Face folder: config.json, one or several safetensors files, tokenizer.json. Floor 3."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from refengine.checkpoint import Checkpoint
-from refengine.config import read_config, read_json
+from refengine.config import read_config
+from refengine.config_reader import read_json
 from refengine.errors import CheckpointError
 from refengine.safetensors_file import SafetensorsFile
 from refengine.tokenizer import Tokenizer, load_folder_tokenizer
@@ -19,12 +21,17 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, folder: Path, source: str | None = None):
         self.folder, self.source = folder, source or str(folder)
         self.config = read_config(folder)
-        self._files: dict[str, SafetensorsFile] = {}  # by tensor
+        self._files: dict[str, tuple[SafetensorsFile, str]] = {}  # by tensor: where it is, and its name there
         for file in self._open():
-            for name in file.entries:
+            for stored in file.entries:
+                name = stored
+                if self.config.delta:  # beside the text model may stand one that sees, and one that predicts further tokens
+                    if stored.startswith(("model.visual.", "mtp.")):
+                        continue
+                    name = re.sub(r"^model\.language_model\.", "model.", stored)
                 if name in self._files:
-                    raise CheckpointError(f"{name} is in {self._files[name].path.name} and in {file.path.name}")
-                self._files[name] = file
+                    raise CheckpointError(f"{name} is in {self._files[name][0].path.name} and in {file.path.name}")
+                self._files[name] = file, stored
 
     def _open(self) -> Iterator[SafetensorsFile]:
         index = self.folder / "model.safetensors.index.json"
@@ -60,13 +67,15 @@ class FolderCheckpoint(Checkpoint):
         return path
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: file.entries[name][1] for name, file in self._files.items()}
+        return {name: file.entries[stored][1] for name, (file, stored) in self._files.items()}
 
     def raw(self, name: str) -> np.ndarray:
-        return self._files[name].raw(name)
+        file, stored = self._files[name]
+        return file.raw(stored)
 
     def tensor(self, name: str, rows=slice(None)) -> np.ndarray:
-        return self._files[name].tensor(name, rows)
+        file, stored = self._files[name]
+        return file.tensor(stored, rows)
 
     def _tokenizer(self) -> Tokenizer:
         return load_folder_tokenizer(self.folder, self.config.stop_ids)

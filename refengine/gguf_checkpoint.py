@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from refengine.checkpoint import Checkpoint
-from refengine.config import FAMILIES, ModelConfig
+from refengine.config import ModelConfig
 from refengine.errors import CheckpointError, ConfigError, TokenizerError
 from refengine.rope import Rope, yarn_attention_factor
 from refengine.template import ChatTemplate
 from refengine.tokenizer import Tokenizer
 
+FAMILIES = ("qwen3", "qwen2", "llama")
+RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
                 "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -53,7 +55,8 @@ class GGUFCheckpoint(Checkpoint):
     def _config(self, rope_freqs) -> ModelConfig:
         family = self._get("general.architecture")
         if family not in FAMILIES:
-            raise ConfigError(f"{self.path}: general.architecture {family!r} is not one of {', '.join(FAMILIES)}")
+            raise ConfigError(f"{self.path}: general.architecture {family!r} is not one of {', '.join(FAMILIES)}"
+                              + "; models with recurrent layers are read from safetensors only" * (family in RECURRENT))
 
         def get(key: str, default: Any = ...) -> Any:
             return self._get(f"{family}.{key}", default)

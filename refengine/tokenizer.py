@@ -234,7 +234,7 @@ def _without_added(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer,
 
 def load_folder_tokenizer(folder: Path, stop_ids: Sequence[int]) -> Tokenizer:
     """The tokenizer of a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
-    from refengine.config import read_json
+    from refengine.config_reader import read_json
 
     path = folder / "tokenizer.json"
     if not path.is_file():

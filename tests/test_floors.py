@@ -134,7 +134,7 @@ def test_the_whole_of_both_packages_is_read():
     assert {"refengine.model", "refengine.cli", "refkernels", "refkernels.exact.reduce"} <= set(sources)
     edges = {(module, target) for module, source in sources.items() for target, _ in imports(module, source, sources)}
     assert {("refengine.model", "refengine.cache"), ("refengine.model", "refkernels.probe"),
-            ("refengine.tokenizer", "refengine.config"), ("refkernels.native64", "refkernels.native")} <= edges
+            ("refengine.tokenizer", "refengine.config_reader"), ("refkernels.native64", "refkernels.native")} <= edges
 
 
 PLANTED = {"refengine.errors": '"""Errors. Floor 1."""', "refengine.cache": '"""The cache. Floor 3."""',

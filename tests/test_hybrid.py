@@ -2,6 +2,7 @@
 That its numbers are right is said by the goldens (test_goldens.py). Floor 9.
 """
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from refengine.chat import Chat
 from refengine.config import parse_config
 from refengine.errors import ConfigError, NonFiniteError
 from refengine.model import load_model, load_tokenizer
+from refengine.safetensors_file import write_safetensors
 from refengine.synth import SHAPES, write_checkpoint
 from refkernels import arithmetic
+from refkernels.exact import delta
 from refkernels.exact.elementary import log1p
 
 HYBRID = SHAPES["tiny-hybrid"]
@@ -245,6 +248,22 @@ def test_softplus_of_very_negative_inputs_keeps_its_relative_precision():
     assert np.abs(log1p(u) / np.log1p(u.astype(np.float64)) - 1).max() < 1e-7
 
 
+def test_the_sign_of_a_zero_sum_cannot_show(monkeypatch):
+    """It is the one thing that a BLAS may choose."""
+    op, k, v, ones = arithmetic("exact"), np.full((2, 1, 4), -1, np.float32), np.zeros((2, 1, 4), np.float32), np.ones((2, 1))
+    v[:] = -0.0
+    results = []
+    for sign in (1.0, -1.0):
+        monkeypatch.setattr(delta, "matmul", lambda a, b: np.where((y := np.matmul(a, b)) == 0, np.copysign(0.0, sign), y))
+        results.append([array.tobytes() for array in op.delta_rule(k, k, v, ones, ones, np.full((1, 4, 4), -0.0, np.float32))])
+    assert results[0] == results[1]
+
+
+def test_a_rate_beyond_float32_forgets_at_once_instead_of_wrapping_round():
+    op, x = arithmetic("exact"), np.zeros((1, 1), np.float32)
+    assert op.gates(x, x, op.pack_gates(np.array([200.0], np.float32), x[0]))[1][0, 0] < 1e-30
+
+
 # Configuration
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -255,11 +274,58 @@ def test_softplus_of_very_negative_inputs_keeps_its_relative_precision():
     ({"linear_key_head_dim": None}, "linear_key_head_dim is missing"),
     ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.2}}, "turns 3 of 16"),
     ({"model_type": "qwen3_5_moe_text"}, "mixtures of experts"),
+    ({"model_type": "qwen3_next"}, "qwen3_next"),
     ({"num_experts": 8}, "num_experts"),
+    ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": "half"}}, "partial_rotary_factor is 'half'"),
+    ({"partial_rotary_factor": 0.5}, "0.5 at the top and 0.25 in rope_parameters"),
+    ({"layer_types": [["linear_attention"]] * 4}, "layer_types must name"),
 ])
 def test_a_configuration_that_is_not_this_model_is_refused_by_its_key(change, message):
     with pytest.raises(ConfigError, match=message):
         parse_config({**HYBRID, **change}, "config.json")
+
+
+def with_vision(text):
+    """The configuration of a hub's Qwen3.5, which also sees."""
+    text = {**text, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
+    return {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text,
+            "vision_config": {"model_type": "qwen3_5", "depth": 2}, "image_token_id": 5, "tie_word_embeddings": False}
+
+
+def test_the_text_model_inside_one_that_sees_is_the_text_model(hybrid, tmp_path):
+    """Names begin with model.language_model; what sees and what predicts further tokens is left alone."""
+    (tmp_path / "config.json").write_text(json.dumps(with_vision(HYBRID)))
+    stored = {name.replace("model.", "model.language_model.", 1): ("F32", hybrid.checkpoint.tensor(name))
+              for name in hybrid.checkpoint.shapes()}
+    other = {name: ("F32", np.ones((2, 2), np.float32)) for name in ("model.visual.merger.norm.weight", "mtp.fc.weight")}
+    write_safetensors(tmp_path / "model.safetensors", stored | other)
+    model = load_model(tmp_path)
+    assert model.config == replace(hybrid.config, stop_ids=(511,))
+    assert model.logits(IDS).tobytes() == hybrid.logits(IDS).tobytes()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"text_config": None}, "text_config is None"), ({"text_config": {**HYBRID, "model_type": "qwen3"}}, "'qwen3', not"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings is True at the top and False"),
+])
+def test_a_model_that_sees_and_contradicts_its_text_model_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**with_vision(HYBRID), **change}, "config.json")
+
+
+@pytest.mark.parametrize("family", ["qwen35", "qwen3next", "qwen3_5_text"])
+def test_a_gguf_file_of_a_hybrid_is_refused_by_its_architecture(family, tmp_path):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", family)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=f"'{family}' is not one of qwen3, qwen2, llama"):
+        load_model(tmp_path / "x.gguf")
 
 
 def test_without_layer_types_every_fourth_layer_is_attention():

@@ -23,8 +23,8 @@ class Gates(NamedTuple):
 
 
 def pack_gates(a_log: np.ndarray, dt_bias: np.ndarray) -> Gates:
-    """(Hv,) float32 twice. The rate is exp(a_log)."""
-    return Gates(exp2(a_log.astype(np.float32) * LOG2E), dt_bias.astype(np.float32))
+    """(Hv,) float32 twice. The rate is exp(a_log), at most 2^126: a decay is long 0 there."""
+    return Gates(exp2(np.minimum(a_log.astype(np.float32) * LOG2E, _HUGE)), dt_bias.astype(np.float32))
 
 
 def pack_conv(weight: np.ndarray) -> np.ndarray:
@@ -73,7 +73,7 @@ def delta_rule(q: np.ndarray, k: np.ndarray, v: np.ndarray, beta: np.ndarray, de
     out = np.empty(v.shape, np.float32)                       # (T, Hv, Dv)
     for i in range(t):
         state = state * decay[i][:, None, None]               # (Hv, Dv, Dk)
-        recalled = matmul(snap(state, bits), k_grid[i])[..., 0]                     # (Hv, Dv) float64
+        recalled = matmul(snap(state, bits), k_grid[i])[..., 0] + _ZERO             # (Hv, Dv) float64
         written = ((v[i] - recalled) * beta[i][:, None]).astype(np.float32)         # (Hv, Dv)
         state = state + written[..., None] * k[i][:, None]    # (Hv, Dv, Dk)
         out[i] = matmul(snap(state, bits), q_grid[i])[..., 0] + _ZERO
