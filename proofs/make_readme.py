@@ -38,6 +38,12 @@ SHA-256 of the logits and K/V of the built-in model, chunks of 1, 7 and 256, in 
 `native`, plain float32, is what it would be otherwise.
 
 {platforms}
+## What snapshots save
+
+Prompt tokens that a chat over recurrent layers reuses, and the states that it keeps for it. These are counts, the same on
+every machine.
+
+{snapshots}
 ## The proofs can fail
 
 Each of these faults, which engines of others had, is planted in turn and found.
@@ -79,17 +85,20 @@ def platforms() -> str:
 def main() -> None:
     sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
     from models import T_CONFIG, write_ties
+    from prove_a_snapshot_is_a_full_recompute import figures
     from prove_the_proofs_can_fail import table
 
-    from refengine.model import load_model, load_tokenizer, tiny
+    from refengine.model import load_model
     from refengine.synth import write_checkpoint
 
     warnings.simplefilter("ignore", RuntimeWarning)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder) / "T", T_CONFIG, seed=1)
         write_ties(Path(folder) / "ties")
-        mutants = table(load_model(Path(folder) / "T"), load_model(Path(folder) / "ties"), (tiny(), load_tokenizer("tiny")))
-    (HERE / "README.md").write_text(HEAD + theorems() + MIDDLE.replace("{platforms}", platforms()) + mutants + "\n", encoding="utf-8")
+        mutants = table({"T": load_model(Path(folder) / "T"), "ties": load_model(Path(folder) / "ties"),
+                         "hybrid": load_model("tiny-hybrid"), "tiny": load_model("tiny")})
+    middle = MIDDLE.replace("{platforms}", platforms()).replace("{snapshots}", figures())
+    (HERE / "README.md").write_text(HEAD + theorems() + middle + mutants + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

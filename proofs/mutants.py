@@ -18,6 +18,7 @@ from refengine.engine import Engine, SequentialEngine
 from refengine.model import Model
 from refengine.pipelined import PipelinedEngine
 from refengine.prefix import common_prefix, reusable
+from refengine.recurrent import RecurrentCache, State
 from refkernels import native
 
 CAPACITY = 128
@@ -25,21 +26,22 @@ CAPACITY = 128
 
 @dataclass(frozen=True)
 class Mutant:
-    """name, what people saw, the claim that must kill it, and how to build it."""
+    """name, what people saw, the claim that must kill it, how to build it, and over which model: "T", "ties", "hybrid"."""
 
     name: str
     story: str
     claim: str
     make: Callable[[Model], Any]
+    over: str = "T"
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(claim: str):
+def mutant(claim: str, over: str = "T"):
     """Registers a builder; its docstring is the story."""
     def register(make):
-        MUTANTS.append(Mutant(make.__name__.replace("_", " "), make.__doc__, claim, make))
+        MUTANTS.append(Mutant(make.__name__.replace("_", " "), make.__doc__, claim, make, over))
         return make
     return register
 
@@ -381,7 +383,7 @@ def norm_eps_of_another_model(model):
     return with_op(model, rms_norm=lambda x, w, eps: model.op.rms_norm(x, w, 1e-5))
 
 
-@mutant("function")
+@mutant("function", over="ties")
 def ties_go_to_the_last(model):
     """Two equal logits: another choice than everybody else's."""
     def argmax(logits):
@@ -398,6 +400,127 @@ def the_worker_starts_from_the_requested_token_twice(model):
             if self._flight is None and len(tokens) == 1 and self.cache.offset % 7 == 6:
                 super()._commit(tokens, logits)
     return pipelined(model, Broken)
+
+
+# Recurrent state, which cannot be cut
+
+
+def recurrent_cache(model: Model, kind: type[RecurrentCache], every: int | str | None = 3) -> PipelinedEngine:
+    """A right engine over a broken cache of a model with recurrent layers."""
+    engine = pipelined(model)
+    engine.cache = kind(engine.cache.pool, CAPACITY, engine.cache._start, snapshot_every=every)
+    return engine
+
+
+@mutant("snapshots", over="hybrid")
+def a_rewind_cuts_attention_and_leaves_the_state(model):
+    """The attention layers forget; the recurrent ones go on from what they should not know."""
+    class Broken(RecurrentCache):
+        def trim_to(self, length):
+            Cache.trim_to(self, length)
+
+        def reachable(self, length):
+            return Cache.reachable(self, length)
+    return recurrent_cache(model, Broken, None)
+
+
+@mutant("snapshots", over="hybrid")
+def reset_leaves_the_state(model):
+    """State leaks from one request into the next."""
+    class Broken(RecurrentCache):
+        def trim_to(self, length):
+            states = self._states
+            super().trim_to(length)
+            self._states = self._states if length else states
+    return recurrent_cache(model, Broken)
+
+
+@mutant("snapshots", over="hybrid")
+def the_convolution_keeps_its_last_inputs(model):
+    """The memory is restored, and the few inputs before it are those of the sequence that was left."""
+    class Broken(RecurrentCache):
+        def trim_to(self, length):
+            before, back = self._states, length < self.offset
+            super().trim_to(length)
+            if back and length:
+                self._states = {layer: state._replace(conv=before[layer].conv) for layer, state in self._states.items()}
+    return recurrent_cache(model, Broken)
+
+
+@mutant("snapshots", over="hybrid")
+def a_snapshot_is_a_reference(model):
+    """What was kept is the state itself, and goes on changing with it."""
+    class Broken(RecurrentCache):
+        live = None
+
+        def commit(self, tokens):
+            super().commit(tokens)
+            if self.live is None:
+                self.live = {layer: State(*(array.copy() for array in state)) for layer, state in self._states.items()}
+            for layer, state in self._states.items():
+                for array, new in zip(self.live[layer], state):
+                    np.copyto(array, new)
+            self._states = self.live
+            if self.offset in self._snapshots:
+                self._snapshots[self.offset] = self.live
+
+        def write_state(self, layer, state, count):
+            super().write_state(layer, State(*(array.copy() for array in state)), count)
+    return recurrent_cache(model, Broken)
+
+
+@mutant("snapshots", over="hybrid")
+def a_restored_state_has_the_count_that_was_asked_for(model):
+    """The state of the nearest snapshot, and the offset of the request."""
+    class Broken(RecurrentCache):
+        def trim_to(self, length):
+            near = super().reachable(length)
+            super().trim_to(near)
+            self.offset = length
+
+        def reachable(self, length):
+            return Cache.reachable(self, length)
+    return recurrent_cache(model, Broken)
+
+
+@mutant("snapshots", over="hybrid")
+def a_snapshot_is_labelled_by_the_border_that_the_chunk_ran_over(model):
+    """Taken when the chunk is done, and named after the multiple that lies inside it."""
+    class Broken(RecurrentCache):
+        def until_snapshot(self):
+            return None
+
+        def commit(self, tokens):
+            before = self.offset
+            super().commit(tokens)
+            if self.offset // 3 > before // 3:
+                self._snapshots[self.offset // 3 * 3] = self._states
+    return recurrent_cache(model, Broken)
+
+
+@mutant("snapshots", over="hybrid")
+def snapshots_beyond_the_rewind_stay(model):
+    """Two sequences of the same length share a snapshot."""
+    class Broken(RecurrentCache):
+        def trim_to(self, length):
+            kept = self._snapshots
+            super().trim_to(length)
+            self._snapshots = kept
+
+        def _keep(self):
+            if self.offset not in self._snapshots:
+                super()._keep()
+    return recurrent_cache(model, Broken)
+
+
+@mutant("snapshots", over="hybrid")
+def a_state_is_in_force_before_the_step_is_complete(model):
+    """The layers that had run when the step failed know its tokens, the others do not."""
+    class Broken(RecurrentCache):
+        def write_state(self, layer, state, count):
+            super().write_state(layer, state, count)
+            self._states = {**self._states, layer: state}
+    return recurrent_cache(model, Broken)
 
 
 # The chat turn. These are subclasses of Chat, each with the engine that shows it.
@@ -425,6 +548,16 @@ def the_caller_ignores_a_negative_answer(model):
         def rewind(self, prompt):
             return max(0, self.engine.trim_kv_cache(reusable(prompt, self.engine.tokens))), ""
     return ChatMutant(Broken, NoRewind)
+
+
+@mutant("reuse", over="hybrid")
+def a_recurrent_state_is_fed_as_if_it_had_been_rewound(model):
+    """The rewind answers -1, the caller feeds the rest of the prompt all the same."""
+    class Broken(Chat):
+        def rewind(self, prompt):
+            want = reusable(prompt, self.engine.tokens)
+            return (kept if (kept := self.engine.trim_kv_cache(want)) >= 0 else want), ""
+    return ChatMutant(Broken, PipelinedEngine)
 
 
 @mutant("reuse")

@@ -8,7 +8,7 @@ Argument: answering is not acting; after the reset, prove_state_is_a_function_of
 
 Run on two engines: ours with its rewind taken away, and one over a model with recurrent layers, which has none.
 
-Not shown here: snapshots, by which a recurrent engine goes back to the nearest state that it kept (tests/test_hybrid.py).
+Not shown here: snapshots, by which it can (prove_a_snapshot_is_a_full_recompute).
 """
 import functools
 

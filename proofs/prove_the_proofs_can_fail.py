@@ -19,19 +19,21 @@ from refengine.conformance.campaign import shorten
 from refengine.conformance.history import Player, model_truth
 from refengine.conformance.machine import machine_for
 from refengine.conformance.prove import Side, prove
+from refengine.model import Model, load_tokenizer
 from refengine.pipelined import PipelinedEngine
 
 SEARCH = settings(max_examples=300, stateful_step_count=10, deadline=None, derandomize=True, database=None,
                   report_multiple_bugs=False, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
-def find(mutant: Mutant, model, built_in) -> tuple[int, list | None, str]:
+def find(mutant: Mutant, models: dict[str, Model]) -> tuple[int, list | None, str]:
     """(histories or turns until found, the history that failed, what was seen). Raises when nothing is found."""
+    model = models[mutant.over]
     if isinstance(mutant.make(model), ChatMutant):
-        tiny_model, tokenizer = built_in
-        made = mutant.make(tiny_model)
-        sides = [Side("truth OFF", PipelinedEngine(tiny_model, capacity=1024), tokenizer, False),
-                 Side("mutant ON", made.engine(tiny_model), tokenizer, True, made.chat)]
+        talks, tokenizer = models["hybrid" if mutant.over == "hybrid" else "tiny"], load_tokenizer("tiny")
+        made = mutant.make(talks)
+        sides = [Side("truth OFF", PipelinedEngine(talks, capacity=1024), tokenizer, False),
+                 Side("mutant ON", made.engine(talks), tokenizer, True, made.chat)]
         result = prove(sides, seed=1, chats=20, turns=6, long_words=8, max_tokens=8)
         assert result.differences, f"{mutant.name} survives {len(result.rows)} turns"
         return len(result.rows), None, str(result.differences[0])
@@ -45,8 +47,8 @@ def find(mutant: Mutant, model, built_in) -> tuple[int, list | None, str]:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # stale slots hold NaN, and mutants read them
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def prove_a_planted_fault_is_found(mutant, t_model, t_ties, built_in):
-    find(mutant, t_ties if "ties" in mutant.name else t_model, built_in)
+def prove_a_planted_fault_is_found(mutant, t_model, t_ties, hybrid, built_in):
+    find(mutant, {"T": t_model, "ties": t_ties, "hybrid": hybrid, "tiny": built_in[0]})
 
 
 def prove_the_catalogue_is_long_and_every_fault_has_its_story():
@@ -55,15 +57,15 @@ def prove_the_catalogue_is_long_and_every_fault_has_its_story():
 
 CLAIMS = {"rows": "rows are independent", "function": "K/V and logits are a function of the tokens", "trim": "a rewind is forgetting",
           "pages": "pages are invisible", "pipelined": "pipelined is sequential", "atomic": "a step is whole or not at all",
-          "reuse": "prefix reuse is invisible", "sampling": "sampled text is the same"}
+          "snapshots": "a snapshot is a full recompute", "reuse": "prefix reuse is invisible", "sampling": "sampled text is the same"}
 
 
-def table(model, ties, built_in) -> str:
+def table(models: dict[str, Model]) -> str:
     """The mutants as a Markdown table, each found and cut short."""
     lines, lengths = ["| planted fault | what people saw | claim it breaks | found by | after | cut to |", "|---|---|---|---|---|---|"], []
     for mutant in MUTANTS:
-        chosen = ties if "ties" in mutant.name else model
-        count, history, _ = find(mutant, chosen, built_in)
+        chosen = models[mutant.over]
+        count, history, _ = find(mutant, models)
         cut, unit, proof = "", "turns", "prove_prefix_reuse_is_invisible"
         if history is not None:
             truth = model_truth(chosen)

@@ -64,6 +64,10 @@ class PagePool:
 class Cache:
     """K/V of one sequence, with the ids they stand for. ``capacity``: most positions it may hold."""
 
+    snapshot_every: int | str | None = None  # of states: K/V can be cut anywhere, and need none
+    snapshots: list[int] = []
+    state_bytes = 0
+
     def __init__(self, pool: PagePool, capacity: int):
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}, but must be at least 1")
@@ -137,6 +141,9 @@ class Cache:
     def until_snapshot(self) -> int | None:
         """How many tokens a forward may run at most, or None: any position can be gone back to."""
         return None
+
+    def begin_turn(self) -> None:
+        """Here a prefill or a generation begins, and one may want to come back."""
 
     def reachable(self, length: int) -> int:
         """The longest prefix, not beyond ``length``, that can be gone back to. Negative: none, but for nothing at all."""

@@ -39,6 +39,8 @@ class Turn:
     seconds: float = 0.0           # from the call to the end
     finish_reason: str = ""        # "stop", "length", "capacity", "cancelled"
     anchored: int = 0              # tokens prefilled after it, in idle time
+    snapshots: int | None = None   # states kept to go back to, when the engine keeps any
+    snapshot_bytes: int = 0        # of them all
     _explain: Callable[[], Explanation] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -55,6 +57,7 @@ class Turn:
         """The turn's line in the stats log."""
         values = {"prompt": self.prompt, "reused": self.reused, "ttft": f"{self.ttft:.6f}", "forwarded": self.forwarded,
                   "generated": self.generated, "finish": self.finish_reason,
+                  **({} if self.snapshots is None else {"snapshots": self.snapshots, "snapshot_bytes": self.snapshot_bytes}),
                   **({"fallback": self.fallback} if self.fallback else {})}
         return "PFXCACHE " + " ".join(f"{key}={value}" for key, value in values.items())
 
@@ -169,10 +172,23 @@ class Chat:
         turn = Turn(len(prompt.ids), reused, len(prompt.ids) - reused, fallback)
         turn._explain = partial(self._trail.explain, self._trail.add(held, prompt), self.tokenizer, self.parser, reused=reused,
                                 fallback=fallback, cache=self.prefix_cache)
-        feed = prompt.ids if self.engine.prefix_reuse_feeds_full_sequence else prompt.ids[reused:]
-        ids = self.engine.generate(feed, max_tokens=self.max_tokens, stop_ids=self.tokenizer.stop_ids, sampling=sampling)
+        ids = self.engine.generate(self._feed(prompt, reused), max_tokens=self.max_tokens, stop_ids=self.tokenizer.stop_ids, sampling=sampling)
         self._answers += 1
         return self._stream(ids, turn, prompt, messages, began, self._answers)  # 4. feed the rest, stream
+
+    def _feed(self, prompt: Prompt, held: int) -> list[int]:
+        """What to generate from. An engine that keeps a state where a call begins is first given the messages alone: later
+        prompts begin with them too, but seldom with all that asks for this answer."""
+        full = self.engine.prefix_reuse_feeds_full_sequence
+        if self.engine.snapshot_every == "turn":
+            messages = self.tokenizer.encode_chat(
+                prompt.messages, control_in_text=self.control_in_text, spoken=self._spoken if self.keep_ids else Spoken(),
+                **{**prompt.arguments, "add_generation_prompt": False}).ids
+            end = min(common_prefix(messages, prompt.ids), len(prompt.ids) - 1)
+            if end > held:
+                self.engine.prefill(prompt.ids[0 if full else held:end])
+                held = end
+        return prompt.ids if full else prompt.ids[held:]
 
     def _stream(self, ids: Generator[int, None, None], turn: Turn, prompt: Prompt, messages: list[dict[str, Any]], began: float,
                 number: int) -> Iterator[str]:
@@ -230,6 +246,8 @@ class Chat:
         self.messages = [*messages, message]
         self.turns.append(turn)
         self._trail.answered(copy.deepcopy(message))
+        if self.engine.snapshot_every is not None:
+            turn.snapshots, turn.snapshot_bytes = len(self.engine.snapshots), self.engine.snapshot_bytes
         self._spoken = self._spoken.followed_by(prompt.text, turn.raw, turn.ids)
         self._log(turn)
         if self.reanchors and self.prefix_cache:

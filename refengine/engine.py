@@ -28,6 +28,16 @@ class Engine(abc.ABC):
     vocab: int | None = None
     """How many ids it knows; None when it does not say."""
 
+    snapshot_every: int | str | None = None
+    """None: a rewind retains just the length asked for, or is refused. Else states are kept to go back to, after every so many
+    tokens or, if "turn", where prefill and generate begin; a rewind may then retain less than was asked for."""
+
+    snapshots: Sequence[int] = ()
+    """The lengths that it can go back to, of those that it holds, when it keeps states."""
+
+    snapshot_bytes: int = 0
+    """Of memory, taken by those states."""
+
     @property
     @abc.abstractmethod
     def tokens(self) -> list[int]:
@@ -80,7 +90,7 @@ class SequentialEngine(Engine):
     chunk_size = 1
 
     def __init__(self, model: Model, *, capacity: int = 4096, page_size: int = 64, page_order: Sequence[int] | None = None,
-                 snapshot_every: int | None = None, snapshot_bytes: int = 2**28):
+                 snapshot_every: int | str | None = None, snapshot_bytes: int = 2**28):
         self.model, self.capacity, self.vocab = model, capacity, model.config.vocab
         self.cache = model.new_cache(capacity, page_size, page_order, snapshot_every=snapshot_every,
                                      snapshot_bytes=snapshot_bytes)
@@ -98,6 +108,18 @@ class SequentialEngine(Engine):
     @property
     def logits(self) -> np.ndarray | None:
         return self._logits
+
+    @property
+    def snapshot_every(self) -> int | str | None:
+        return self.cache.snapshot_every
+
+    @property
+    def snapshots(self) -> list[int]:
+        return self.cache.snapshots
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return len(self.cache.snapshots) * self.cache.state_bytes
 
     def kv(self) -> list[dict[str, np.ndarray]]:
         return [self.cache.snapshot(layer) for layer in range(self.model.config.layers)]
@@ -128,6 +150,7 @@ class SequentialEngine(Engine):
         """See `Engine.prefill`. Raises FeedError or CapacityError before anything is changed, NonFiniteError."""
         suffix = self._new(tokens)
         self._begin()
+        self.cache.begin_turn()
         self._run(suffix)
 
     def generate(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop_ids: Collection[int] = (),
@@ -140,7 +163,9 @@ class SequentialEngine(Engine):
         suffix = self._new(tokens)
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}, but must be at least 0")
-        return self._generate(suffix, self._begin(), max_tokens, frozenset(stop_ids), sampling)
+        use = self._begin()
+        self.cache.begin_turn()
+        return self._generate(suffix, use, max_tokens, frozenset(stop_ids), sampling)
 
     def _new(self, tokens: Sequence[int]) -> np.ndarray:
         """The tokens that are not in the cache yet, checked. Full-sequence feed: what it holds must come first."""

@@ -72,7 +72,7 @@ class Model:
     _table: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     def new_cache(self, capacity: int, page_size: int, order: Sequence[int] | None = None, *,
-                  snapshot_every: int | None = None, snapshot_bytes: int = 2**28) -> Cache:
+                  snapshot_every: int | str | None = None, snapshot_bytes: int = 2**28) -> Cache:
         """An empty cache with memory of its own. Raises ValueError when the capacity is more than the set can sum over.
 
         The snapshots are of recurrent layers (`refengine.recurrent`); a model without them needs none.

@@ -23,7 +23,7 @@ class PipelinedEngine(SequentialEngine):
     prefix_reuse_feeds_full_sequence = False
 
     def __init__(self, model: Model, *, chunk_size: int = 256, capacity: int = 4096, page_size: int = 64,
-                 page_order: Sequence[int] | None = None, snapshot_every: int | None = None, snapshot_bytes: int = 2**28):
+                 page_order: Sequence[int] | None = None, snapshot_every: int | str | None = None, snapshot_bytes: int = 2**28):
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}, but must be at least 1")
         super().__init__(model, capacity=capacity, page_size=page_size, page_order=page_order,

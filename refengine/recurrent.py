@@ -23,21 +23,23 @@ class State(NamedTuple):
 class RecurrentCache(Cache):
     """``start``: the state of nothing, layer -> State, for each recurrent layer.
 
-    ``snapshot_every``: keep the states after every so many tokens, at most ``snapshot_bytes`` of them; the oldest go first.
+    ``snapshot_every``: keep the states after every so many tokens, or "turn": at each `begin_turn`. At most
+    ``snapshot_bytes`` of them are kept; the oldest go first.
 
     A forward writes states beside the ones in force; `commit` puts them in force together with the offset. States are
     never changed in place, so an interrupted or dropped forward leaves no trace.
     """
 
-    def __init__(self, pool: PagePool, capacity: int, start: dict[int, State], *, snapshot_every: int | None = None,
-                 snapshot_bytes: int = 2**28):
+    def __init__(self, pool: PagePool, capacity: int, start: dict[int, State], *,
+                 snapshot_every: int | str | None = None, snapshot_bytes: int = 2**28):
         super().__init__(pool, capacity)
         self.state_bytes = sum(array.nbytes for state in start.values() for array in state)
-        if snapshot_every is not None and snapshot_every < 1:
-            raise ValueError(f"snapshot_every is {snapshot_every}, but must be at least 1")
+        if not (snapshot_every in (None, "turn") or type(snapshot_every) is int and snapshot_every >= 1):
+            raise ValueError(f'snapshot_every is {snapshot_every!r}, but must be a number of tokens from 1 on, or "turn"')
         if snapshot_every is not None and snapshot_bytes < self.state_bytes:
             raise ValueError(f"snapshot_bytes is {snapshot_bytes}, but one snapshot has {self.state_bytes} bytes")
         self.snapshot_every, self._most = snapshot_every, snapshot_bytes // max(1, self.state_bytes)
+        self._stretch = None if snapshot_every == "turn" else snapshot_every
         self._snapshots: dict[int, dict[int, State]] = {}     # by the offset that they belong to, oldest first
         self._start, self._states = start, start
         self._written: dict[int, State] = {}
@@ -63,10 +65,17 @@ class RecurrentCache(Cache):
         states, self._written = self._written, {}
         self._states = states
         super().commit(tokens)
-        if self.snapshot_every and self.offset % self.snapshot_every == 0:
-            self._snapshots[self.offset] = states             # never changed in place, so they need no copy
-            while len(self._snapshots) > self._most:
-                del self._snapshots[next(iter(self._snapshots))]
+        if self._stretch and self.offset % self._stretch == 0:
+            self._keep()
+
+    def begin_turn(self) -> None:
+        if self.snapshot_every == "turn" and self.offset:
+            self._keep()
+
+    def _keep(self) -> None:
+        self._snapshots[self.offset] = self._states           # never changed in place, so they need no copy
+        while len(self._snapshots) > self._most:
+            del self._snapshots[next(iter(self._snapshots))]
 
     @property
     def snapshots(self) -> list[int]:
@@ -75,7 +84,7 @@ class RecurrentCache(Cache):
 
     def until_snapshot(self) -> int | None:
         """How many tokens until one is due: a forward that ran over it would leave none there."""
-        return self.snapshot_every and self.snapshot_every - self.offset % self.snapshot_every
+        return self._stretch and self._stretch - self.offset % self._stretch
 
     def reachable(self, length: int) -> int:
         """The nearest snapshot, or the beginning. Negative when none are kept: a state cannot be rewound."""

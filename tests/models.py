@@ -7,7 +7,7 @@ import pytest
 
 from refengine.model import Model, load_model, load_tokenizer
 from refengine.safetensors_file import SafetensorsFile, write_safetensors
-from refengine.synth import write_checkpoint
+from refengine.synth import SHAPES, write_checkpoint
 from refengine.tokenizer import Tokenizer, load_folder_tokenizer
 
 # The model "T" of the cases: heads x head_dim is not hidden, GQA, norm weights that are not 1, kv heads that differ.
@@ -52,6 +52,20 @@ def write_ties(folder: Path) -> None:
     head = tensors["lm_head.weight"][1]
     head[1::2] = head[::2]
     write_safetensors(folder / "model.safetensors", tensors)
+
+
+@pytest.fixture(scope="session")
+def hybrid() -> Model:
+    """The built-in hybrid: gated delta nets, and attention in every fourth layer."""
+    return load_model("tiny-hybrid")
+
+
+@pytest.fixture(scope="session")
+def recurrent(tmp_path_factory) -> Model:
+    """The same shape with no attention at all."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    write_checkpoint(folder, {**SHAPES["tiny-hybrid"], "layer_types": ["linear_attention"] * 4}, seed=3)
+    return load_model(folder)
 
 
 @pytest.fixture(scope="session")

@@ -14,26 +14,13 @@ from refengine.config import parse_config
 from refengine.errors import ConfigError, NonFiniteError
 from refengine.model import load_model, load_tokenizer
 from refengine.safetensors_file import write_safetensors
-from refengine.synth import SHAPES, write_checkpoint
+from refengine.synth import SHAPES
 from refkernels import arithmetic
 from refkernels.exact import delta
 from refkernels.exact.elementary import log1p
 
 HYBRID = SHAPES["tiny-hybrid"]
 IDS = [int(raw) % 512 for raw in np.random.Philox(key=5).random_raw(40)]
-
-
-@pytest.fixture(scope="module")
-def hybrid():
-    return load_model("tiny-hybrid")
-
-
-@pytest.fixture(scope="module")
-def recurrent(tmp_path_factory):
-    """No attention at all."""
-    folder = tmp_path_factory.mktemp("recurrent")
-    write_checkpoint(folder, {**HYBRID, "layer_types": ["linear_attention"] * 4}, seed=3)
-    return load_model(folder)
 
 
 def all_bytes(engine):
@@ -87,6 +74,7 @@ def test_the_length_it_holds_is_retained_as_it_is(engine, hybrid):
     before = all_bytes(engine)
     assert engine.trim_kv_cache(20) == engine.trim_kv_cache(99) == 20
     assert all_bytes(engine) == before and engine.logits is not None
+    assert engine.snapshots == [] and engine.snapshot_bytes == 0
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
@@ -211,7 +199,33 @@ def test_a_chat_with_snapshots_reuses_what_lies_before_the_nearest_one(hybrid):
     assert all_bytes(kept.engine) == all_bytes(off.engine)
 
 
-@pytest.mark.parametrize("wrong", [{"snapshot_every": 0}, {"snapshot_every": 4, "snapshot_bytes": 10}])
+@pytest.mark.parametrize("engine", ["sequential", "pipelined"])
+def test_states_kept_where_the_parts_of_a_turn_begin_are_where_the_messages_and_the_answers_end(engine, hybrid):
+    """An answer that is taken back or rendered otherwise leaves the messages before it, and these are reused whole."""
+    tokenizer = load_tokenizer("tiny-hybrid")
+    chat, off = (Chat(make_engine(engine, hybrid, capacity=512, snapshot_every=every), tokenizer, cache, max_tokens=6)
+                 for cache, every in ((True, "turn"), (False, None)))
+    ends = []
+    for text in ("What is the capital of France?", "And of Japan?"):
+        for each in (chat, off):
+            list(each.send(text))
+        ends.append(len(tokenizer.encode_chat(chat.messages[:-1], add_generation_prompt=False).ids))
+    assert set(ends) <= set(chat.engine.snapshots)
+    for each in (chat, off):
+        list(each.regenerate())
+        each.undo()
+        list(each.send("And of Peru?"))
+    again, other = chat.turns[2:]
+    assert again.reused == ends[1] and ends[0] <= other.reused < ends[1]
+    assert [turn.text for turn in chat.turns] == [turn.text for turn in off.turns] and all_bytes(chat.engine) == all_bytes(off.engine)
+    assert other.record().endswith(f" snapshots={len(chat.engine.snapshots)} snapshot_bytes={chat.engine.snapshot_bytes}")
+    assert other.snapshot_bytes == other.snapshots * chat.engine.cache.state_bytes > 0
+    chat.reset()
+    assert chat.engine.snapshots == []
+
+
+@pytest.mark.parametrize("wrong", [{"snapshot_every": 0}, {"snapshot_every": "turns"}, {"snapshot_every": True},
+                                   {"snapshot_every": 4, "snapshot_bytes": 10}, {"snapshot_every": "turn", "snapshot_bytes": 10}])
 def test_snapshots_that_cannot_be_kept_are_refused(wrong, hybrid):
     with pytest.raises(ValueError, match="snapshot_"):
         make_engine("sequential", hybrid, **wrong)

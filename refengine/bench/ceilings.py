@@ -39,16 +39,24 @@ def linear_weights(config: ModelConfig) -> int:
     return sum(rows * columns for name, (rows, columns) in _matrices(config) if name.startswith("model.layers."))
 
 
+def attention_layers(config: ModelConfig) -> int:
+    return config.layers - sum(config.delta.layers) if config.delta else config.layers
+
+
 def prefill_flops(config: ModelConfig, start: int, count: int) -> float:
-    """Of ``count`` tokens after ``start``: the layers' matrices, causal scores and values, one row of the head."""
+    """Of ``count`` tokens after ``start``: the layers' matrices, causal scores and values, one row of the head.
+
+    Of gated delta nets three products a token: what a key recalls, what is written, what a query reads.
+    """
     pairs = count * start + count * (count + 1) / 2
-    return (2 * linear_weights(config) * count + 4 * config.layers * config.heads * config.head_dim * pairs
-            + 2 * config.vocab * config.hidden)
+    memory = config.delta.value_heads * config.delta.value_dim * config.delta.key_dim if config.delta else 0
+    return (2 * linear_weights(config) * count + 4 * attention_layers(config) * config.heads * config.head_dim * pairs
+            + 6 * (config.layers - attention_layers(config)) * memory * count + 2 * config.vocab * config.hidden)
 
 
 def decode_bytes(config: ModelConfig, context: int, item: int) -> int:
     """Bytes that one token must read: the layers' matrices, the head, and K/V of the context. item: bytes a number."""
-    kv = 2 * config.layers * config.kv_heads * config.head_dim * context
+    kv = 2 * attention_layers(config) * config.kv_heads * config.head_dim * context
     return item * (linear_weights(config) + config.vocab * config.hidden + kv)
 
 

@@ -35,12 +35,13 @@ def _parser() -> argparse.ArgumentParser:
     prove = commands.add_parser("prove", help="play random chats with the prefix cache on and off, compare every byte")
     _model(prove, default="tiny")
     prove.add_argument("--engine", choices=("both", "sequential", "pipelined"), default="both")
-    prove.add_argument("--chats", type=int, help="how many chats (8 for tiny, 2 for others)")
-    prove.add_argument("--turns", type=int, help="turns a chat (6 for tiny, 4 for others)")
+    prove.add_argument("--chats", type=int, help="how many chats (8 for a built-in model, 2 for others)")
+    prove.add_argument("--turns", type=int, help="turns a chat (6 for a built-in model, 4 for others)")
     prove.add_argument("--max-tokens", type=int, default=24, help="longest answer (default %(default)s)")
     prove.add_argument("--keep-ids", action="store_true", help="in the chats, answers keep the ids they were generated with")
     prove.add_argument("--reanchor", action="store_true", help="in the chats, with the cache on, prefill between turns what the next "
                        "prompt will begin with")
+    _snapshots(prove)
     prove.add_argument("--histories", type=int, metavar="N", help="a campaign instead of chats: N random histories of "
                        "prefill, generate, turn, rewind, cancel and raised errors, both engines, any page and chunk size")
     prove.add_argument("--workers", type=int, help="processes (default 1, for --histories 2); each loads the model")
@@ -145,6 +146,18 @@ def _model(parser: argparse.ArgumentParser, default: str | None = None) -> None:
 
 def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("sequential", "pipelined"), default="pipelined")
+    _snapshots(parser)
+
+
+def _snapshots(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--snapshot-every", type=_every, metavar="N|turn", help="of a model with recurrent layers: keep its state "
+                        "after every N tokens, or where the parts of a turn begin, to rewind to")
+    parser.add_argument("--snapshot-bytes", type=int, default=2**28, metavar="N", help="most memory for them; the oldest go first "
+                        "(default %(default)s)")
+
+
+def _every(text: str) -> int | str:
+    return text if text == "turn" else int(text)
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:

@@ -98,4 +98,6 @@ def status(turn: Turn) -> str:
     """The line under an answer, in rich markup."""
     each = (turn.seconds - turn.ttft) / (turn.generated - 1) * 1e3 if turn.generated > 1 else 0.0
     return (f"[dim]{turn.prompt} prompt ·[/] [green]{turn.reused} cached[/] [dim]· {turn.forwarded} forwarded · first token "
-            f"{turn.ttft:.3f} s · {turn.generated} tokens, {each:.0f} ms each · {turn.finish_reason}[/]")
+            f"{turn.ttft:.3f} s · {turn.generated} tokens, {each:.0f} ms each · {turn.finish_reason}"
+            + f" · {turn.fallback}: no rewind" * bool(turn.fallback)
+            + (f" · {turn.snapshots} snapshots, {turn.snapshot_bytes / 1e6:.1f} MB" if turn.snapshots is not None else "") + "[/]")

@@ -13,6 +13,7 @@ from refengine.conformance import campaign, receipt
 from refengine.conformance.history import save_trace
 from refengine.conformance.prove import LADDER, Result, Row, pairs
 from refengine.model import Model, load_model
+from refengine.sources import BUILT_IN
 
 _SHORT = {"sequential": "seq.", "pipelined": "pipe."}
 _WHAT = {"text": "text", "ids": "token ids", "logits": "logits", "kv": "K/V"}
@@ -25,11 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.workers = 1 if arguments.histories is None else 2
     if arguments.histories is not None:
         return _campaign(console, arguments)
-    small = arguments.model == "tiny"
+    small = arguments.model in BUILT_IN
     planned = {"engine": arguments.engine, "chats": arguments.chats if arguments.chats is not None else 8 if small else 2,
                "turns": arguments.turns if arguments.turns is not None else 6 if small else 4,
                "max_tokens": arguments.max_tokens, "long_words": 60 if small else 24, "capacity": arguments.capacity,
-               "page_size": arguments.page_size, "keep_ids": arguments.keep_ids, "reanchor": arguments.reanchor}
+               "page_size": arguments.page_size, "keep_ids": arguments.keep_ids, "reanchor": arguments.reanchor,
+               "snapshot_every": arguments.snapshot_every, "snapshot_bytes": arguments.snapshot_bytes}
     if min(planned["chats"], planned["turns"], planned["max_tokens"], arguments.workers) < 1:
         raise ValueError("chats, turns, max-tokens and workers must be at least 1")
     console.print(f"loading {arguments.model}, {arguments.arithmetic} arithmetic", highlight=False)
@@ -71,6 +73,8 @@ def _progress(console: Console) -> Progress:
 def _campaign(console: Console, arguments: argparse.Namespace) -> int:
     if arguments.keep_ids or arguments.reanchor:
         raise ValueError("--keep-ids and --reanchor are for chats; --histories has no text")
+    if arguments.snapshot_every is not None:
+        raise ValueError("--snapshot-every is for chats; --histories draws its snapshots, as it does pages and chunks")
     if arguments.histories < 1 or arguments.workers < 1:
         raise ValueError("histories and workers must be at least 1")
     model = load_model(arguments.model, arguments.arithmetic)

@@ -18,7 +18,7 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 
 def engine(arguments: argparse.Namespace, model: Model | str, name: str | None = None) -> SequentialEngine:
     return load(model, engine=name or arguments.engine, arithmetic=arguments.arithmetic, capacity=arguments.capacity,
-                page_size=arguments.page_size)
+                page_size=arguments.page_size, snapshot_every=arguments.snapshot_every, snapshot_bytes=arguments.snapshot_bytes)
 
 
 def tokenizer(source: str) -> Tokenizer:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from refengine.conformance.caller import RULES, Caller, SeededChoices
-from refengine.conformance.history import Op, Player, model_truth
+from refengine.conformance.history import SNAPSHOTS, Op, Player, model_truth
 from refengine.conformance.prove import Result, Row, Side, prove
 from refengine.engine import SequentialEngine
 from refengine.loading import load
@@ -64,20 +64,24 @@ def make_engine(model: Model, settings: dict[str, Any], capacity: int = LONGEST)
     order, pages = settings["page_order"], -(-capacity // settings["page_size"])
     if order is not None:
         settings = {**settings, "page_order": [*order, *sorted(set(range(pages)) - set(order))]}
-    rest = {"capacity": capacity, "page_size": settings["page_size"], "page_order": settings["page_order"]}
+    rest = {"capacity": capacity, **{name: settings[name] for name in ("page_size", "page_order", *SNAPSHOTS) if name in settings}}
     if settings["engine"] == "pipelined":
         return PipelinedEngine(model, chunk_size=settings["chunk_size"], **rest)
     return SequentialEngine(model, **rest)
 
 
-def random_settings(rng: random.Random) -> dict[str, Any]:
-    """Either engine, any page size and order, any chunk size."""
+def random_settings(rng: random.Random, model: Model) -> dict[str, Any]:
+    """Either engine, any page size and order, any chunk size; with recurrent layers, any snapshots, few or many, or none."""
     page_size = rng.choice((1, 2, 3, 4, 7, 16, 64))
     order = list(range(-(-LONGEST // page_size)))
     if rng.random() < 0.5:
         rng.shuffle(order)
-    return {"engine": rng.choice(("sequential", "pipelined", "pipelined", "pipelined")), "page_size": page_size, "page_order": order,
-            "chunk_size": rng.choice((1, 3, 5, 8, 16, 64))}
+    chosen = {"engine": rng.choice(("sequential", "pipelined", "pipelined", "pipelined")), "page_size": page_size,
+              "page_order": order, "chunk_size": rng.choice((1, 3, 5, 8, 16, 64))}
+    if model.config.delta:
+        size = model.new_cache(1, 1).state_bytes
+        chosen |= {"snapshot_every": rng.choice((None, "turn", 1, 4, 7)), "snapshot_bytes": size * rng.choice((1, 2, 1000))}
+    return chosen
 
 
 def play_histories(model: Model, seed: int, numbers: Sequence[int]) -> Batch:
@@ -85,7 +89,7 @@ def play_histories(model: Model, seed: int, numbers: Sequence[int]) -> Batch:
     batch, digest, truth = Batch(), hashlib.sha256(), model_truth(model)
     for number in numbers:
         rng = random.Random(f"refengine history {seed} {number}")
-        settings = random_settings(rng)
+        settings = random_settings(rng, model)
         player, caller, choose = Player(make_engine(model, settings), truth), Caller(model.config.vocab, LONGEST), SeededChoices(rng)
         try:
             for _ in range(rng.randint(5, 8)):
@@ -114,7 +118,8 @@ def sides_of(model: Model, planned: dict[str, Any]) -> list[Side]:
     tokenizer, sides = load_tokenizer(model), []
     for name in side_names(planned):
         kind, cache = name.split()
-        engine = load(model, engine=kind, capacity=planned["capacity"], page_size=planned["page_size"])
+        engine = load(model, engine=kind, capacity=planned["capacity"], page_size=planned["page_size"],
+                      **{name: planned.get(name, default) for name, default in SNAPSHOTS.items()})
         sides.append(Side(name, engine, tokenizer, cache == "ON", keep_ids=planned.get("keep_ids", False),
                           reanchor=planned.get("reanchor", False)))
     return sides

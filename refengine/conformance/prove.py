@@ -121,6 +121,7 @@ class _Recorder(Engine):
     def __init__(self, inner: Engine):
         self.inner = inner
         self.prefix_reuse_feeds_full_sequence = inner.prefix_reuse_feeds_full_sequence
+        self.snapshot_every = inner.snapshot_every
         self.begin()
 
     def begin(self) -> None:
@@ -141,6 +142,14 @@ class _Recorder(Engine):
     def logits(self):
         return self.inner.logits
 
+    @property
+    def snapshots(self):
+        return self.inner.snapshots
+
+    @property
+    def snapshot_bytes(self):
+        return self.inner.snapshot_bytes
+
     def kv(self):
         return self.inner.kv()
 
@@ -157,14 +166,23 @@ class _Recorder(Engine):
         self.inner.reset()
 
     def prefill(self, tokens):
+        self._check_reuse(tokens)
         self.inner.prefill(tokens)
 
     def generate(self, tokens, **settings):
+        self._check_reuse(tokens)
+        return self._record(self.inner.generate(tokens, **settings))
+
+    def _check_reuse(self, tokens):
+        """Of what is fed first after a rewind: was all of it retained that could be?"""
+        if self.before is None:
+            return
         held = self.inner.tokens
         prompt = list(tokens) if self.prefix_reuse_feeds_full_sequence else held + list(tokens)
-        if self.before is not None and len(held) != reusable(prompt, self.before):
-            self.fault = self.fault or ("tokens reused", reusable(prompt, self.before), len(held))
-        return self._record(self.inner.generate(tokens, **settings))
+        want = reusable(prompt, self.before)
+        if len(held) > want or len(held) < want and self.snapshot_every is None:
+            self.fault = self.fault or ("tokens reused", want, len(held))
+        self.before = None
 
     def _record(self, ids):
         try:

@@ -14,7 +14,7 @@ from refengine.model import Model
 
 SCHEMA = "refengine-receipt/1"
 _KINDS = {"chats": ("engine", "chats", "turns", "max_tokens", "long_words", "capacity", "page_size"), "histories": ("histories",)}
-_OPTIONAL = {"chats": ("keep_ids", "reanchor"), "histories": ()}  # not in a receipt: off
+_OPTIONAL = {"chats": ("keep_ids", "reanchor", "snapshot_every", "snapshot_bytes"), "histories": ()}  # not in a receipt: off
 
 
 class ReceiptError(RefengineError, ValueError):
