@@ -75,6 +75,17 @@ def test_every_figure_is_there_and_shares_belong_to_their_ceilings(measured):
     assert all(about["load_s"] > 0 and about["peak_mb"] > 10 for about in report["subjects"].values())
 
 
+def test_the_ceilings_of_a_hybrid_count_its_layers_for_what_they_are():
+    """One of four attends: K/V grow in it alone. The others do three products with their memory for each token."""
+    config = open_checkpoint("tiny-hybrid").config
+    assert decode_bytes(config, 101, 4) - decode_bytes(config, 100, 4) == 4 * 2 * config.kv_heads * config.head_dim
+    later = prefill_flops(config, 8, 1) - prefill_flops(config, 7, 1)
+    assert later == 4 * config.heads * config.head_dim
+    d = config.delta
+    rest = prefill_flops(config, 0, 1) - 2 * linear_weights(config) - 2 * config.vocab * config.hidden - later
+    assert rest == 3 * 6 * d.value_heads * d.value_dim * d.key_dim
+
+
 def test_engines_take_turns_in_every_round(measured):
     names = [name for name, what in measured[1] if what == "prompt of 40"]
     assert names == ["exact", "native"] * SMALL.rounds
