@@ -9,7 +9,8 @@ import numpy as np
 
 MAX_CONTEXT = 2**31
 _BLOCK = 2**18   # scores in work at once: they stay in the L2 cache
-_FEW = 16
+_ONE_BY_ONE = 2  # rows for which a matrix times vectors is quicker: the BLAS then copies no keys and values
+_FEW = 16        # rows for which keys times queries is quicker than queries times keys, which it copies
 
 
 class KV(NamedTuple):
@@ -61,10 +62,7 @@ def _attend(q, runs, keys, queries, g):
         if b > a:
             pieces.append((a, b, v[:, :b - a]))
             k = k[:, :b - a]
-            if rows < _FEW:                                   # keys times queries: the BLAS does not copy the keys
-                scores[..., a:b] = np.matmul(k, q.swapaxes(1, 2)).swapaxes(1, 2)
-            else:
-                np.matmul(q, k.swapaxes(1, 2), out=scores[..., a:b])
+            _products(q, k, scores[..., a:b])
         a = b
     if queries > 1:                                           # a query sees no key after its own
         own = scores.reshape(n, queries, g, keys)[..., keys - queries:]
@@ -75,6 +73,19 @@ def _attend(q, runs, keys, queries, g):
     total = scores.sum(axis=-1, keepdims=True)                # (n, R * G, 1)
     acc = np.zeros((n, rows, d), q.dtype)                     # (n, R * G, D)
     for a, b, v in pieces:
-        acc += scores[..., a:b] @ v
+        if rows <= _ONE_BY_ONE:
+            acc += np.matmul(v.swapaxes(1, 2)[:, None], scores[..., a:b, None])[..., 0]
+        else:
+            acc += scores[..., a:b] @ v
     acc /= total
     return acc
+
+
+def _products(q, k, out):
+    """out = q k^T. (n, R * G, D), (n, S, D) -> (n, R * G, S)."""
+    if q.shape[1] <= _ONE_BY_ONE:
+        np.matmul(k[:, None], q[..., None], out=out[..., None])
+    elif q.shape[1] < _FEW:
+        out[...] = np.matmul(k, q.swapaxes(1, 2)).swapaxes(1, 2)
+    else:
+        np.matmul(q, k.swapaxes(1, 2), out=out)
