@@ -8,7 +8,7 @@ prove: .venv/ready
 	$(BIN)/refengine prove
 
 test: .venv/ready
-	$(BIN)/python -m pytest -m "not peers and not real and not platforms"
+	$(BIN)/python -m pytest -m "not peers and not real and not platforms and not browser and not notebooks"
 
 # As long as you give it: make prove-deep EXAMPLES=100000
 EXAMPLES ?= 2000

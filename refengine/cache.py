@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -76,6 +77,11 @@ class Cache:
         self._ids = np.empty(capacity, np.int64)
         self._pages: list[int] = []
         self._runs: list[tuple[int, int, int]] = []  # (first position, its slot, length): neighbouring pages merged
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The page table: which page of the pool holds the first page_size positions, which the next, ..."""
+        return tuple(self._pages)
 
     @property
     def tokens(self) -> list[int]:
@@ -154,6 +160,30 @@ class Cache:
         if not 0 <= length <= self.offset:
             raise ValueError(f"trim_to({length}): not in 0..{self.offset}, the positions held")
         self.offset = length
+
+    @contextmanager
+    def aside(self, start: int, count: int) -> Iterator[None]:
+        """Inside, the cache ends at ``start`` and has room for ``count`` positions more; afterwards all is as it was, also what
+        lay above the offset, where a step in flight may have written, and the pages.
+
+        Raises ValueError when start cannot be gone back to, CapacityError, both changing nothing.
+        """
+        offset, pages, runs = self.offset, list(self._pages), list(self._runs)
+        self.trim_to(start)
+        try:
+            self.reserve(count)
+            before = [(slots, [field[:, :, slots].copy() for field in self.pool.fields])
+                      for _, _, slots in self._stretches(start, start + count)]
+            try:
+                yield
+            finally:
+                for slots, rows in before:
+                    for field, row in zip(self.pool.fields, rows):
+                        field[:, :, slots] = row
+        finally:
+            for page in self._pages[len(pages):]:
+                self.pool.release(page)
+            self._pages, self._runs, self.offset = pages, runs, offset
 
     def release(self) -> None:
         """Forget everything and give all pages back to the pool."""

@@ -42,6 +42,7 @@ class Turn:
     snapshots: int | None = None   # states kept to go back to, when the engine keeps any
     snapshot_bytes: int = 0        # of them all
     _explain: Callable[[], Explanation] | None = field(default=None, repr=False, compare=False)
+    _asked: Callable[[], tuple] | None = field(default=None, repr=False, compare=False)
 
     @property
     def generated(self) -> int:
@@ -52,6 +53,12 @@ class Turn:
         if self._explain is None:
             raise ValueError("this turn was kept without its prompt")
         return self._explain()
+
+    def asked(self) -> tuple[list[int], Prompt]:
+        """(the ids that the engine held before it, its prompt). Raises ValueError as `explain` does."""
+        if self._asked is None:
+            raise ValueError("this turn was kept without its prompt")
+        return self._asked()[:2]
 
     def record(self) -> str:
         """The turn's line in the stats log."""
@@ -170,8 +177,10 @@ class Chat:
         held = self.engine.tokens
         reused, fallback = self.rewind(prompt.ids)                             # 2., 3. common prefix, rewind
         turn = Turn(len(prompt.ids), reused, len(prompt.ids) - reused, fallback)
-        turn._explain = partial(self._trail.explain, self._trail.add(held, prompt), self.tokenizer, self.parser, reused=reused,
-                                fallback=fallback, cache=self.prefix_cache)
+        number = self._trail.add(held, prompt)
+        turn._asked = partial(self._trail.turn, number)
+        turn._explain = partial(self._trail.explain, number, self.tokenizer, self.parser, reused=reused, fallback=fallback,
+                                cache=self.prefix_cache)
         ids = self.engine.generate(self._feed(prompt, reused), max_tokens=self.max_tokens, stop_ids=self.tokenizer.stop_ids, sampling=sampling)
         self._answers += 1
         return self._stream(ids, turn, prompt, messages, began, self._answers)  # 4. feed the rest, stream

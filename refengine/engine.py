@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Sequence
 import numpy as np
 
 from refengine.errors import FeedError, StaleGenerationError
-from refengine.model import Model
+from refengine.model import Model, Tap
 from refengine.sampling import GREEDY, Sampling
 
 
@@ -166,6 +166,18 @@ class SequentialEngine(Engine):
         use = self._begin()
         self.cache.begin_turn()
         return self._generate(suffix, use, max_tokens, frozenset(stop_ids), sampling)
+
+    def peek(self, tokens: Sequence[int], *, start: int | None = None, every: bool = False, tap: Tap | None = None) -> np.ndarray:
+        """Logits of tokens as if they came after the first ``start`` positions held (default: after all), in one forward.
+        See `forward` for ``every`` and ``tap``. The engine stays just as it is, also in the midst of a generation.
+
+        (T,) ids -> float32 (1 or T, V). Raises FeedError, CapacityError, NonFiniteError; ValueError for a start not held.
+        """
+        ids = self.model.check_tokens(tokens)
+        if not len(ids):
+            raise FeedError("no tokens: there are no logits of nothing")
+        with self.cache.aside(self.cache.offset if start is None else start, len(ids)):
+            return self.model.run(self.cache, ids, every=every, tap=tap).astype(np.float32, copy=False)
 
     def _new(self, tokens: Sequence[int]) -> np.ndarray:
         """The tokens that are not in the cache yet, checked. Full-sequence feed: what it holds must come first."""

@@ -36,3 +36,7 @@ class StaleGenerationError(RefengineError, RuntimeError):
 
 class NonFiniteError(RefengineError, ArithmeticError):
     """An activation became infinite or NaN. Names the first operation, layer and position."""
+
+
+class InspectError(RefengineError, ValueError):
+    """An activation that the model does not have, a patch that does not fit, a trace or record that cannot be used."""

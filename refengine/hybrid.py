@@ -49,7 +49,7 @@ def gated_attention(model: Any, cache: RecurrentCache, i: int, layer: Layer, h: 
     cos, sin = model.rope_rows(start, start + T)                                  # (T, R/2)
     qkv = op.linear(h, layer.qkv).reshape(T, 2 * H + 2 * N, D)                    # (T, 2H + 2N, D)
     pairs = qkv[:, :2 * H].reshape(T, H, 2, D)                                    # each head's query, and its gate
-    q, gate = tap(at + "q", pairs[:, :, 0]), tap(at + "gate", pairs[:, :, 1])     # (T, H, D)
+    q, gate = tap(at + "q", pairs[:, :, 0]), tap(at + "head_gate", pairs[:, :, 1])     # (T, H, D)
     k, v = tap(at + "k", qkv[:, 2 * H:2 * H + N]), tap(at + "v", qkv[:, 2 * H + N:])      # (T, N, D)
     q = tap(at + "q_norm", op.rms_norm(q, layer.q_norm, c.rms_norm_eps))          # (T, H, D)
     k = tap(at + "k_norm", op.rms_norm(k, layer.k_norm, c.rms_norm_eps))          # (T, N, D)

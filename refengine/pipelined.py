@@ -8,7 +8,7 @@ import numpy as np
 
 from refengine.engine import SequentialEngine
 from refengine.errors import StaleGenerationError
-from refengine.model import Model
+from refengine.model import Model, Tap
 from refengine.sampling import Sampling
 
 
@@ -31,6 +31,11 @@ class PipelinedEngine(SequentialEngine):
         self.chunk_size = chunk_size
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="refengine-step")
         self._flight: Future | None = None
+
+    def peek(self, tokens: Sequence[int], *, start: int | None = None, every: bool = False, tap: Tap | None = None) -> np.ndarray:
+        if self._flight is not None:
+            wait([self._flight])  # and keep it: what it wrote above the offset is put back
+        return super().peek(tokens, start=start, every=every, tap=tap)
 
     def _new(self, tokens: Sequence[int]) -> np.ndarray:
         """Suffix feed: all of the tokens are new."""

@@ -5,7 +5,8 @@ go back only to where a state was kept: with snapshots to the nearest one, witho
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -102,6 +103,16 @@ class RecurrentCache(Cache):
         elif length == 0:
             self._states = self._start
         self._snapshots = {at: states for at, states in self._snapshots.items() if at <= length}
+
+    @contextmanager
+    def aside(self, start: int, count: int) -> Iterator[None]:
+        """As `Cache.aside`, with the states. Raises ValueError also when none was kept at ``start``."""
+        before = self._states, self._snapshots, self._written, self._written_for
+        try:
+            with super().aside(start, count):
+                yield
+        finally:
+            self._states, self._snapshots, self._written, self._written_for = before
 
     def release(self) -> None:
         self._states, self._snapshots = self._start, {}

@@ -16,7 +16,10 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 class SafetensorsFile:
-    """A mapped file. ``entries``: name -> (dtype, shape, begin, end). Raises CheckpointError on a broken file."""
+    """A mapped file. ``entries``: name -> (dtype, shape, begin, end); ``metadata``: name -> text.
+
+    Raises CheckpointError on a broken file.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -28,7 +31,7 @@ class SafetensorsFile:
                 header = json.loads(file.read(length), object_pairs_hook=self._unique)
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not a whole safetensors file ({error}; {_size(path)} bytes)") from error
-        header.pop("__metadata__", None)
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self.entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         for name, entry in header.items():
             if entry["dtype"] not in _DTYPES:
@@ -59,9 +62,10 @@ def widen(raw: np.ndarray, dtype: str) -> np.ndarray:
     return raw.astype(np.float32)
 
 
-def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]], *,
+                      metadata: dict[str, str] | None = None) -> None:
     """Write float32 arrays as name -> (stored dtype, array), one after the other: only one is held in its stored form."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header, at = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0
     for name, (dtype, array) in tensors.items():
         size = array.size * np.dtype(_DTYPES[dtype]).itemsize
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, at + size]}

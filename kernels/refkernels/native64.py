@@ -4,8 +4,9 @@ from functools import partial
 import numpy as np
 
 from refkernels import native
-from refkernels.native import KV, MAX_CONTEXT, Gates, Linear, argmax, attention, check_delta, conv, delta_rule, gates, linear
-from refkernels.native import pack_kv, rms_norm, rotate, swiglu, times_sigmoid, times_silu, token_weights
+from refkernels.native import KV, MAX_CONTEXT, Gates, Linear, argmax, attention, attention_pattern, check_delta, conv, delta_rule
+from refkernels.native import gates, linear, pack_kv, rms_norm, rotate, softmax, swiglu, times_sigmoid, times_silu, token_weights
+from refkernels.native import unpack_kv, weighted_values
 
 NAME = "native64"
 DTYPE = np.float64

@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--keep-ids", action="store_true", help="answers keep the ids they were generated with")
     chat.add_argument("--reanchor", action="store_true", help="while you type, prefill what the next prompt will begin with")
     chat.add_argument("--stats-log", metavar="FILE", help="append a PFXCACHE line a turn, and PFXANSWER when greedy")
+    chat.add_argument("--record", metavar="CHAT.json", help="write down what each turn was, for `refengine inspect`")
     chat.set_defaults(run=_command("chat"))
 
     generate = commands.add_parser("generate", help="continue a text")
@@ -115,6 +116,25 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", metavar="FILE.png")
     bench.set_defaults(run=_command("bench"))
 
+    trace = commands.add_parser("trace", help="activations of a prompt, by name, as a safetensors file")
+    trace.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, a hub id, or tiny")
+    trace.add_argument("prompt", metavar="PROMPT", nargs="?")
+    trace.add_argument("-o", "--out", metavar="FILE.safetensors")
+    trace.add_argument("--names", action="append", metavar="PATTERN", help='which ones, as "layers.*.residual" (repeatable; default: '
+                       'all)')
+    trace.add_argument("--list", action="store_true", help="print the names, their shapes, and where transformers has them")
+    trace.add_argument("--chat", action="store_true", help="the prompt is a user's message, not a beginning")
+    trace.add_argument("--from", type=int, default=0, dest="start", metavar="N", help="trace from position N on; what is before "
+                       "is prefilled")
+    _sizes(trace)
+    _engine(trace)
+    trace.set_defaults(run=_command("trace"))
+
+    inspect = commands.add_parser("inspect", help="the KV cache of a recorded chat in time, as one HTML file")
+    inspect.add_argument("record", metavar="CHAT.json", help="what `refengine chat --record` wrote")
+    inspect.add_argument("-o", "--out", default="kv.html", metavar="FILE.html", help="default %(default)s")
+    inspect.set_defaults(run=_command("inspect"))
+
     doctor = commands.add_parser("doctor", help="can this process compute exactly?")
     doctor.set_defaults(run=_command("doctor"))
 
@@ -138,6 +158,10 @@ def _command(name: str):
 def _model(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     parser.add_argument("--model", default=default, required=default is None, metavar="PATH",
                         help="a Hugging Face folder, a .gguf file, a hub id, or tiny" + (" (default tiny)" if default else ""))
+    _sizes(parser)
+
+
+def _sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arithmetic", choices=("exact", "native", "native64"), default="exact",
                         help="exact: lossless by proof (default); native: plain float32")
     parser.add_argument("--capacity", type=int, default=4096, help="most tokens in the cache (default %(default)s)")

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from refengine.chat import Chat, Turn
 from refengine.cli import setup
 from refengine.errors import RefengineError
+from refengine.inspect import Recorder
 from refengine.model import load_tokenizer
 from refengine.sampling import GREEDY
 
@@ -27,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
                 stop=arguments.stop, parser=arguments.parser, keep_ids=arguments.keep_ids, reanchor=arguments.reanchor,
                 stats_log=arguments.stats_log,
                 template_arguments={"enable_thinking": False} if arguments.no_thinking else None)
+    recorder = Recorder(chat, Path(arguments.record)) if arguments.record else None
     console.print(f"[dim]{arguments.model}, {arguments.arithmetic} arithmetic, {arguments.engine} engine, prefix cache "
                   f"{'on' if chat.prefix_cache else 'off'}. /help for commands.[/]", soft_wrap=True)
     while True:
@@ -48,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(str(error), style="red", markup=False)
         except KeyboardInterrupt:  # before there was an answer to stop
             print()
+        if recorder and chat.turns:
+            recorder.save()
 
 
 def _line(console: Console, chat: Chat, line: str) -> None:

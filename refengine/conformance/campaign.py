@@ -131,7 +131,7 @@ def play_chats(model: Model, seed: int, planned: dict[str, Any], first: int, cou
     result = prove(sides_of(model, planned), seed=seed, first=first, chats=count, turns=planned["turns"],
                    max_tokens=planned["max_tokens"], long_words=planned["long_words"], until=until, on_turn=on_turn)
     for row in result.rows:  # of thousands of turns, only what they cost is kept
-        row.turns = {name: turn and replace(turn, _explain=None) for name, turn in row.turns.items()}
+        row.turns = {name: turn and replace(turn, _explain=None, _asked=None) for name, turn in row.turns.items()}
     return result
 
 

@@ -48,6 +48,12 @@ def pack_kv(k: np.ndarray, v: np.ndarray) -> KV:
     return KV(snap(k.swapaxes(0, 1), _k_bits(k.shape[-1])), v_int, step[..., 0])
 
 
+def unpack_kv(kv: KV) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values as attention uses them. -> (T, N, D) float32 twice."""
+    v = kv.v * kv.v_step[..., None]                           # (N, T, D)
+    return kv.k.swapaxes(0, 1).astype(np.float32), v.swapaxes(0, 1).astype(np.float32)
+
+
 def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
     """softmax(q k^T / sqrt(D), causal) v. q: (T, H, D) float32 at positions start..start+T-1 -> (T, H * D) float32.
 
@@ -56,9 +62,7 @@ def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
     t, h, d = q.shape
     n = runs[0].k.shape[0]
     g = h // n
-    scale = np.float32(LOG2E / np.sqrt(np.float64(d)))        # scores in units of log 2
-    q = snap(q * scale, Q_BITS)                               # (T, H, D)
-    q = q.reshape(t, n, g, d).swapaxes(0, 1).reshape(n, t * g, d)         # (N, T * G, D)
+    q = grouped(q, n)                                         # (N, T * G, D)
     step = runs[0].v_step if len(runs) == 1 else np.concatenate([run.v_step for run in runs], axis=1)  # (N, S)
     step_max = running_max(step[:, start:])                   # (N, T): up to each query's position
     if start:
@@ -71,6 +75,32 @@ def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
         out[heads, rows] = _attend(q[heads, rows], _clip(runs, heads, keys), step[heads, None, :keys], step_max[heads, rows], g,
                                    memory)
     return out.reshape(n, t, g, d).swapaxes(0, 1).reshape(t, h * d)
+
+
+def grouped(q: np.ndarray, n: int) -> np.ndarray:
+    """Scaled queries on their grids, those of a kv head together. (T, H, D) float32 -> (N, T * G, D) float64.
+
+    Their products with keys are scores in units of log 2.
+    """
+    t, h, d = q.shape
+    q = snap(q * np.float32(LOG2E / np.sqrt(np.float64(d))), Q_BITS)      # (T, H, D)
+    return q.reshape(t, n, h // n, d).swapaxes(0, 1).reshape(n, t * (h // n), d)
+
+
+def hide_future(scores: np.ndarray, queries: int, g: int) -> None:
+    """A query sees no key after its own: the last R are theirs. scores: (n, R * G, S), changed in place."""
+    if queries > 1:
+        own = scores.reshape(len(scores), queries, g, -1)[..., -queries:]
+        np.copyto(own, -np.inf, where=~np.tri(queries, dtype=bool)[:, None])
+
+
+def probabilities(scores: np.ndarray) -> np.ndarray:
+    """Turns scores in units of log 2 into integers, 2^30 for a row's largest and 0 where masked. -> their sums (n, R, 1)."""
+    scores -= row_max(scores)
+    p = exp2(scores.astype(np.float32))                       # (n, R, S) in (0, 1]; 2^-126 where masked
+    p *= _P_ONE
+    np.rint(p, out=scores)
+    return row_sum(scores)
 
 
 def _blocks(n: int, rows: int, s: int, g: int, size: int) -> Iterator[tuple[slice, slice]]:
@@ -100,10 +130,7 @@ def _attend(q, runs, step, step_max, g, memory):
     scores = memory[:n * rows * keys].reshape(n, rows, keys)  # (n, R * G, S), in units of log 2
     for a, b, run in runs:
         matmul(q, run.k.swapaxes(1, 2), out=scores[..., a:b])
-    if queries > 1:                                           # a query sees no key after its own: the last R are theirs
-        own = scores.reshape(n, queries, g, keys)[..., keys - queries:]
-        future = ~np.tri(queries, dtype=bool)                 # (R, R)
-        np.copyto(own, -np.inf, where=future[:, None])
+    hide_future(scores, queries, g)
     if scores.size <= _TILE:
         total, grid = _weigh(scores, step, step_max)
     else:
@@ -122,11 +149,7 @@ def _attend(q, runs, step, step_max, g, memory):
 
 def _weigh(scores, step, step_max):
     """Turns scores into the weights of the values, integers on one grid for all positions alike. -> total, grid (n, R, 1)."""
-    scores -= row_max(scores)
-    p = exp2(scores.astype(np.float32))                       # (n, R, S) in (0, 1]; 2^-126 where masked
-    p *= _P_ONE
-    np.rint(p, out=scores)                                    # integers up to 2^30; 0 where masked
-    total = row_sum(scores)                                   # (n, R, 1)
+    total = probabilities(scores)                             # (n, R, 1)
     grid = power_below(total * step_max)
     grid /= float(1 << SUM_BITS - 1)
     scores *= step

@@ -30,6 +30,11 @@ def pack_kv(k: np.ndarray, v: np.ndarray) -> KV:
     return KV(k.swapaxes(0, 1), v.swapaxes(0, 1))
 
 
+def unpack_kv(kv: KV) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values as attention uses them. -> copies, (T, N, D) twice."""
+    return kv.k.swapaxes(0, 1).copy(), kv.v.swapaxes(0, 1).copy()
+
+
 def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
     """softmax(q k^T / sqrt(D), causal) v. q: (T, H, D) at positions start..start+T-1 -> (T, H * D).
 
@@ -38,7 +43,7 @@ def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
     t, h, d = q.shape
     n = runs[0].k.shape[0]
     g = h // n
-    q = (q * q.dtype.type(1 / d**0.5)).reshape(t, n, g, d).swapaxes(0, 1).reshape(n, t * g, d)  # (N, T * G, D)
+    q = grouped(q, n)                                         # (N, T * G, D)
     out = np.empty((n, t * g, d), q.dtype)                    # (N, T * G, D)
     queries = max(1, min(t, _BLOCK // (g * (start + t))))
     heads = max(1, min(n, _BLOCK // (g * (start + t) * queries)))
@@ -50,6 +55,26 @@ def attention(q: np.ndarray, runs: Sequence[KV], start: int) -> np.ndarray:
             out[some, rows] = _attend(q[some, rows], [(run.k[some], run.v[some]) for run in runs], start + last,
                                       last - first, g)
     return out.reshape(n, t, g, d).swapaxes(0, 1).reshape(t, h * d)
+
+
+def grouped(q: np.ndarray, n: int) -> np.ndarray:
+    """Scaled queries, those of a kv head together. (T, H, D) -> (N, T * G, D)."""
+    t, h, d = q.shape
+    return (q * q.dtype.type(1 / d**0.5)).reshape(t, n, h // n, d).swapaxes(0, 1).reshape(n, t * (h // n), d)
+
+
+def hide_future(scores: np.ndarray, queries: int, g: int) -> None:
+    """A query sees no key after its own: the last R are theirs. scores: (n, R * G, S), changed in place."""
+    if queries > 1:
+        own = scores.reshape(len(scores), queries, g, -1)[..., -queries:]
+        np.copyto(own, -np.inf, where=~np.tri(queries, dtype=bool)[:, None])
+
+
+def probabilities(scores: np.ndarray) -> np.ndarray:
+    """Turns scores into e^score relative to a row's largest, 0 where masked. -> their sums (n, R * G, 1)."""
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    return scores.sum(axis=-1, keepdims=True)
 
 
 def _attend(q, runs, keys, queries, g):
@@ -64,13 +89,8 @@ def _attend(q, runs, keys, queries, g):
             k = k[:, :b - a]
             _products(q, k, scores[..., a:b])
         a = b
-    if queries > 1:                                           # a query sees no key after its own
-        own = scores.reshape(n, queries, g, keys)[..., keys - queries:]
-        future = ~np.tri(queries, dtype=bool)                 # (R, R)
-        np.copyto(own, -np.inf, where=future[:, None])
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    total = scores.sum(axis=-1, keepdims=True)                # (n, R * G, 1)
+    hide_future(scores, queries, g)
+    total = probabilities(scores)                             # (n, R * G, 1)
     acc = np.zeros((n, rows, d), q.dtype)                     # (n, R * G, D)
     for a, b, v in pieces:
         if rows <= _ONE_BY_ONE:
