@@ -109,7 +109,7 @@ def test_a_click_on_a_cell_and_on_a_token_shows_the_position(shown):
     browser, again = shown
     browser.execute_script("kvpage.go(9999)")
     canvas = browser.find_element(By.ID, "cells")
-    ActionChains(browser).move_to_element_with_offset(canvas, -canvas.size["width"] // 2 + 62, -canvas.size["height"] // 2 + 8).click().perform()
+    ActionChains(browser).move_to_element_with_offset(canvas, -canvas.size["width"] // 2 + 76, -canvas.size["height"] // 2 + 8).click().perform()
     assert state(browser)["chosen"] == 0
     browser.find_element(By.CSS_SELECTOR, "#text span[data-p='5']").click()
     assert state(browser)["chosen"] == 5

@@ -6,6 +6,7 @@ was chosen), so that a sampled answer can be played too; where the engine would 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Replay:
         self.events: list[dict[str, Any]] = []
         turns = [self._turn(number, turn) for number, turn in enumerate(record["turns"])]
         ids = sorted({id for event in self.events for id in event["ids"]} | {id for turn in turns for row in turn["lens"] for id in row})
-        self.data = {"model": record["model"]["source"], "arithmetic": self.model.op.NAME, "engine": record["engine"],
+        self.data = {"model": Path(record["model"]["source"]).name, "arithmetic": self.model.op.NAME, "engine": record["engine"],
                      "layers": self.model.config.layers, "events": self.events, "turns": turns, "differences": self.differences,
                      "tokens": {id: self.tokenizer.decode([id], skip_special_tokens=False) for id in ids}}
 
