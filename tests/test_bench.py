@@ -3,6 +3,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -84,6 +85,12 @@ def test_the_ceilings_of_a_hybrid_count_its_layers_for_what_they_are():
     d = config.delta
     rest = prefill_flops(config, 0, 1) - 2 * linear_weights(config) - 2 * config.vocab * config.hidden - later
     assert rest == 3 * 6 * d.value_heads * d.value_dim * d.key_dim
+
+
+def test_the_readme_has_the_table_of_the_run_that_lies_beside_the_tests():
+    here = Path(__file__).parent
+    report = json.loads((here / "bench-qwen3-0.6b.json").read_text(encoding="utf-8"))
+    assert markdown(report) in (here.parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_engines_take_turns_in_every_round(measured):
