@@ -114,7 +114,12 @@ def test_a_replay_says_what_is_not_as_it_was(tmp_path):
     record["model"]["fingerprint"] = "0" * 64
     record["turns"][0]["ids"][2] ^= 1
     record["turns"][1]["reused"] -= 1
-    told = Replay(record).differences
+    record["turns"][2]["reused"] = len(record["turns"][2]["prompt"]) - 1
+    record["turns"][2]["held"] = [1, 2, 3]
+    again = Replay(record)
+    told = again.differences
+    assert f"turn 2: 0 tokens are reused now, {len(record['turns'][2]['prompt']) - 1} were" in told
+    assert all(turn["unequal_bytes"] == 0 for turn in again.data["turns"])
     assert told[0].startswith("the weights of tiny") and "turn 0: token 2 would be another one now" in told
 
 
@@ -167,6 +172,9 @@ def test_a_record_that_is_none_is_refused_by_its_field(change, says, tmp_path):
     turn = {**record["turns"][0], "prompt": [1, -1]}
     (tmp_path / "d.json").write_text(json.dumps({**record, "turns": [turn]}))
     with pytest.raises(InspectError, match=re.escape("turns[0].prompt is not a list of token ids")):
+        read_record(tmp_path / "d.json")
+    (tmp_path / "d.json").write_text(json.dumps({**record, "turns": [{**record["turns"][0], "reused": 10**6}]}))
+    with pytest.raises(InspectError, match=re.escape("turns[0].reused is 1000000, of a prompt of")):
         read_record(tmp_path / "d.json")
     for broken in ("", "[", "[1]"):
         (tmp_path / "d.json").write_text(broken)

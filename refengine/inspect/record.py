@@ -70,6 +70,8 @@ def read_record(path: Path) -> dict[str, Any]:
         for name in ("held", "prompt", "ids"):
             if not all(type(id) is int and 0 <= id < 2**31 for id in turn[name]) or not turn[name] and name != "held":
                 raise InspectError(f"{path}: turns[{i}].{name} is not a list of token ids, at least one")
+        if not 0 <= turn["reused"] < len(turn["prompt"]):
+            raise InspectError(f"{path}: turns[{i}].reused is {turn['reused']}, of a prompt of {len(turn['prompt'])}")
     if not record["turns"]:
         raise InspectError(f"{path}: it has no turn")
     return record

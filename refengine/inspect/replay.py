@@ -17,7 +17,7 @@ from refengine.inspect.names import activations
 from refengine.inspect.trace import kv, logit_lens, trace
 from refengine.loading import load
 from refengine.model import Model, load_model, load_tokenizer
-from refengine.prefix import common_prefix
+from refengine.prefix import common_prefix, reusable
 from refengine.tokenizer import Tokenizer
 
 LENS_LAYERS, LENS_POSITIONS, TOP = 8, 512, 8
@@ -54,7 +54,8 @@ class Replay:
         """One turn with the cache, then without. -> what the page says of it."""
         engine, prompt, answer = self.engine, turn["prompt"], turn["ids"]
         self._bring(number, turn["held"])
-        reused = self._rewind(number, turn["reused"], turn["fallback"], turn["cause"])
+        length = min(turn["reused"], reusable(prompt, engine.tokens))     # a record may say what cannot be
+        reused = self._rewind(number, length, turn["fallback"], turn["cause"])
         if reused != turn["reused"]:
             self.differences.append(f"turn {number}: {reused} tokens are reused now, {turn['reused']} were")
         began = time.perf_counter()
@@ -93,13 +94,12 @@ class Replay:
                 self._feed(number, "prefill", held[kept:], "between turns")
 
     def _rewind(self, number: int, length: int, fallback: str, why: str) -> int:
-        engine, before = self.engine, self.engine.processed_token_count
-        kept = engine.trim_kv_cache(length) if length < before and not fallback else min(length, before)
-        if fallback or kept < 0:
+        engine, before, op = self.engine, self.engine.processed_token_count, "trim"
+        kept = -1 if fallback else engine.trim_kv_cache(length)
+        if kept < 0:
+            op, kept = "reset", 0
             engine.reset()
-            kept = 0
         if kept < before:
-            op = "trim" if not fallback else "reset"
             self.events.append({"op": op, "turn": number, "from": before, "to": kept, "ids": [], "note": why})
         return kept
 
