@@ -116,6 +116,10 @@ class GGUFCheckpoint(Checkpoint):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
 
+    def types(self) -> set[Any]:
+        """gguf.GGMLQuantizationType of every tensor."""
+        return {tensor.tensor_type for tensor in self._tensors.values()}
+
     def raw(self, name: str) -> np.ndarray:
         return self._tensors[name].data
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +27,27 @@ class BackendError(RefengineError):
     """A backend is not installed, or cannot run this model. The message says what to do."""
 
 
+class Precision(NamedTuple):
+    """How a backend rounds: what its activations, the inputs of its products, its K/V and its weights are kept in.
+
+    Each "f32", "f16" or "bf16"; inputs also "q8_0" (blocks of 32 with a scale of their own); weights also "stored": as in
+    the file that it reads.
+    """
+
+    activations: str = "f32"
+    inputs: str = "f32"
+    kv: str = "f32"
+    weights: str = "stored"
+
+
 class Backend(Engine):
     """What foreign engines share: suffix feed, the ids they hold, and the loop around one forward after the other."""
 
     prefix_reuse_feeds_full_sequence = False
+    precision = Precision()
+    version = ""
+    source: str | os.PathLike | None = None
+    """The files that it reads, when they are not those that it was opened with."""
 
     def __init__(self, vocab: int, capacity: int):
         self.vocab, self.capacity = vocab, capacity
@@ -43,6 +61,19 @@ class Backend(Engine):
     @abc.abstractmethod
     def _rewind(self, length: int) -> None:
         """Keep the first ``length`` positions, fewer than are held."""
+
+    def rows(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits after each of some ids, from nothing: (T, V) float32. One token at a time, unless it can do better."""
+        self.reset()
+        found = []
+        for id in ids:
+            self.prefill([id])
+            found.append(self._logits)
+        return np.stack(found)
+
+    def activations(self, ids: Sequence[int], names: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+        """Activations by name (of `refengine.inspect.activations`) of ids from nothing; None when it cannot show any."""
+        return None
 
     @property
     def tokens(self) -> list[int]:
@@ -103,8 +134,16 @@ class Backend(Engine):
         self._logits = logits
 
 
-def open_backend(name: str, model: str | os.PathLike, *, capacity: int = 4096) -> Backend:
-    """The backend of that name in float32, over any model that `load_model` takes. Raises BackendError, CheckpointError."""
+def open_backend(name: str, model: str | os.PathLike, *, capacity: int = 4096, **options: str) -> Backend:
+    """The backend of that name, over any model that `load_model` takes; in float32 unless its options say otherwise.
+
+    Raises BackendError, CheckpointError.
+    """
     if name not in _MODULES:
         raise BackendError(f"backend {name!r} is not one of {', '.join(NAMES)}")
-    return import_module(f"refengine.backends.{_MODULES[name]}").open_backend(open_checkpoint(model), capacity)
+    kind = import_module(f"refengine.backends.{_MODULES[name]}").open_backend
+    for option, value in options.items():
+        if value not in kind.OPTIONS.get(option, ()):
+            known = "; ".join(f"{key}={'|'.join(values)}" for key, values in kind.OPTIONS.items())
+            raise BackendError(f"backend {name} has no option {option}={value}; there are {known}")
+    return kind(open_checkpoint(model), capacity, **options)

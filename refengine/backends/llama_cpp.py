@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: float32 weights in a GGUF written from the checkpoint, its usual float16 K/V."""
+"""llama.cpp through llama-cpp-python: a .gguf file as it is, or one written from the checkpoint; its usual float16 K/V."""
 from __future__ import annotations
 
 import os
@@ -7,16 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from refengine.backends import Backend, BackendError
+from refengine.backends import Backend, BackendError, Precision
 from refengine.checkpoint import Checkpoint
 from refengine.errors import CheckpointError
-from refengine.gguf_checkpoint import gguf_name
+from refengine.gguf_checkpoint import GGUFCheckpoint, gguf_name
 
 
 class LlamaCppBackend(Backend):
-    """One context of llama.cpp on all cores, 512 tokens a batch (its default)."""
+    """One context of llama.cpp on all cores, 512 tokens a batch (its default).
 
-    def __init__(self, checkpoint: Checkpoint, capacity: int):
+    weights: what a checkpoint that is no .gguf is written as. kv: what it keeps K/V in.
+    """
+
+    OPTIONS = {"weights": ("f32", "f16", "bf16", "q8_0"), "kv": ("f16", "f32")}
+
+    def __init__(self, checkpoint: Checkpoint, capacity: int, *, weights: str = "f32", kv: str = "f16"):
         try:
             import gguf  # noqa: F401, needed for writing
             import llama_cpp
@@ -25,14 +30,21 @@ class LlamaCppBackend(Backend):
                                "pip install llama-cpp-python 'refengine[gguf]'") from None
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         threads = os.cpu_count()
-        with tempfile.TemporaryDirectory(prefix="refengine-gguf-") as temporary:
-            path = Path(temporary) / "model.gguf"
-            write_gguf(checkpoint, path)
-            try:
-                self._llama = llama_cpp.Llama(str(path), n_ctx=capacity, n_threads=threads, n_threads_batch=threads,
-                                              verbose=False, use_mmap=False)  # the file is gone when this returns
-            except ValueError as error:
-                raise BackendError(f"llama.cpp cannot open {checkpoint.source}: {error}") from error
+        self._folder = tempfile.TemporaryDirectory(prefix="refengine-gguf-")  # lives as long as this, for who reads the same file
+        path = Path(self._folder.name) / "model.gguf"
+        if isinstance(checkpoint, GGUFCheckpoint):
+            path, weights = checkpoint.path, max((kind.name.lower() for kind in checkpoint.types() if kind.name != "F32"), default="f32")
+        else:
+            write_gguf(checkpoint, path, weights)
+            self.source = path if weights != "f32" else None
+        inputs = weights if weights in ("f32", "f16", "bf16") else "q8_0"       # ggml rounds what it multiplies weights with
+        self.precision = Precision("f32", inputs, kv, "stored")
+        try:
+            kept = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16}[kv]
+            self._llama = llama_cpp.Llama(str(path), n_ctx=capacity, n_threads=threads, n_threads_batch=threads, type_k=kept,
+                                          type_v=kept, verbose=False, use_mmap=False)
+        except ValueError as error:
+            raise BackendError(f"llama.cpp cannot open {checkpoint.source}: {error}") from error
         self._get_logits, self._handle = llama_cpp.llama_get_logits_ith, self._llama.ctx
         super().__init__(self._llama.n_vocab(), capacity)
 
@@ -45,8 +57,9 @@ class LlamaCppBackend(Backend):
         self._llama.n_tokens = length
 
 
-def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
-    """Weights and configuration as a float32 GGUF, without a tokenizer: it is fed with ids.
+def write_gguf(checkpoint: Checkpoint, path: Path, weights: str = "f32") -> None:
+    """Weights and configuration as a GGUF, without a tokenizer: it is fed with ids. weights: what matrices are stored as;
+    vectors are float32.
 
     Raises BackendError for a family or rope type that is not written here.
     """
@@ -69,11 +82,12 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
     writer.add_rope_freq_base(c.rope.theta)
     writer.add_vocab_size(c.vocab)
     writer.add_tokenizer_model("none")
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    kind = gguf.GGMLQuantizationType[weights.upper()]
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if weights == "f32" else gguf.LlamaFileType[f"MOSTLY_{weights.upper()}"])
     names = [name for name in checkpoint.shapes() if not (c.tied and name == "lm_head.weight")]
     for name in names:
         shape = checkpoint.shapes()[name]
-        writer.add_tensor_info(gguf_name(name), shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+        _add_info(writer, gguf_name(name), shape, kind if len(shape) == 2 else gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -81,8 +95,22 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
         tensor = checkpoint.tensor(name)
         if not np.isfinite(tensor).all():
             raise CheckpointError(f"{checkpoint.source}: {name} holds an infinity or a NaN")
-        writer.write_tensor_data(np.ascontiguousarray(tensor, np.float32))
+        tensor = np.ascontiguousarray(tensor, np.float32)
+        writer.write_tensor_data(gguf.quants.quantize(tensor, kind) if tensor.ndim == 2 and weights != "f32" else tensor)
     writer.close()
+
+
+def _add_info(writer, name: str, shape: tuple[int, ...], kind) -> None:
+    import gguf
+
+    if kind == gguf.GGMLQuantizationType.F32:
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+        return
+    try:
+        stored = gguf.quant_shape_to_byte_shape(shape, kind)
+    except ValueError as error:
+        raise BackendError(f"{name} cannot be stored as {kind.name.lower()}: {error}") from None
+    writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=kind)
 
 
 open_backend = LlamaCppBackend

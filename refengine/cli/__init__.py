@@ -135,6 +135,20 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("-o", "--out", default="kv.html", metavar="FILE.html", help="default %(default)s")
     inspect.set_defaults(run=_command("inspect"))
 
+    check = commands.add_parser("validate", help="judge another backend: its forward pass, and its prefix cache")
+    check.add_argument("--backend", required=True, metavar="NAME[:option=value,...]", help="refengine, transformers (dtype=, attention=) "
+                       "or llama.cpp (weights=, kv=)")
+    check.add_argument("--model", required=True, metavar="PATH")
+    check.add_argument("--capacity", type=int, default=1024, help="its context (default %(default)s)")
+    check.add_argument("--prompts", metavar="FILE.json", help="lists of token ids, instead of the built-in prompts")
+    check.add_argument("--longest", type=int, default=256, help="of the prompts that are used (default %(default)s)")
+    check.add_argument("--histories", type=int, default=30, help="of its cache (default %(default)s; 0: leave that out)")
+    check.add_argument("--seed", type=int, default=0)
+    check.add_argument("--expect", action="append", default=[], choices=("forward", "location", "cache"),
+                       help="known to fail: then that it does is no failure (repeatable)")
+    check.add_argument("--report", default="report.json", metavar="FILE.json", help="default %(default)s")
+    check.set_defaults(run=_command("validate"))
+
     doctor = commands.add_parser("doctor", help="can this process compute exactly?")
     doctor.set_defaults(run=_command("doctor"))
 

@@ -137,8 +137,11 @@ class Player:
         for count, (length, token, logits) in enumerate(steps):
             want = self._logits_after(length)
             self._check_logits(logits, want, f"logits behind id {count}")
-            if token != int(np.argmax(want)):
-                self._fail(f"id {count} of the generation", int(np.argmax(want)), token)
+            self._check_choice(count, token, want)
+
+    def _check_choice(self, count: int, token: int, want: np.ndarray) -> None:
+        if token != int(np.argmax(want)):
+            self._fail(f"id {count} of the generation", int(np.argmax(want)), token)
 
     def _logits_after(self, length: int) -> np.ndarray:
         """The true logits of position length - 1 of what is held. They do not depend on what follows."""

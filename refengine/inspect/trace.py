@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from refengine.cache import Cache
 from refengine.engine import Engine, SequentialEngine
 from refengine.errors import InspectError, NonFiniteError
 from refengine.inspect.names import activations, select, unknown
@@ -35,9 +36,16 @@ def trace(engine: Engine, tokens: Sequence[int], names: str | Iterable[str] | No
     for name in patch:
         if name not in known:
             raise unknown(name, known)
-    tap = _Tap(engine, select(names, known), patch)
+    tap = _Tap(engine.model, engine.cache, select(names, known), patch)
     engine.peek(tokens, start=start, every=bool({"norm", "logits"} & (tap.wanted | patch.keys())), tap=tap)
     return tap.seen
+
+
+def tap_of(model: Model, cache: Cache, names: Iterable[str], seen: dict[str, np.ndarray],
+           first: Callable[[str, np.ndarray], np.ndarray] | None = None) -> Callable[[str, np.ndarray], np.ndarray]:
+    """A tap for `Model.run` over a cache: what it is shown goes through ``first``, then those of ``names`` are kept in ``seen``."""
+    tap = _Tap(model, cache, set(names), {}, seen)
+    return lambda name, x: tap(name, first(name, x) if first else x)
 
 
 def logit_lens(model: Model, x: np.ndarray) -> np.ndarray:
@@ -76,11 +84,12 @@ def _subject(engine: Engine) -> SequentialEngine:
 class _Tap:
     """Sees all activations of a forward; keeps those that are wanted, changes those that have a patch."""
 
-    def __init__(self, engine: SequentialEngine, wanted: set[str], patch: Mapping[str, Patch]):
-        self.engine, self.op, self.wanted, self.patch = engine, engine.model.op, wanted, patch
-        self.seen: dict[str, np.ndarray] = {}
+    def __init__(self, model: Model, cache: Cache, wanted: set[str], patch: Mapping[str, Patch],
+                 seen: dict[str, np.ndarray] | None = None):
+        self.op, self.cache, self.wanted, self.patch = model.op, cache, wanted, patch
+        self.seen: dict[str, np.ndarray] = {} if seen is None else seen
         self._used = wanted | patch.keys()
-        self._attended = "attended" if engine.model.config.delta else "heads"  # a hybrid's heads are gated after attention
+        self._attended = "attended" if model.config.delta else "heads"  # a hybrid's heads are gated after attention
         self._q = np.empty(0)
 
     def __call__(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -112,7 +121,7 @@ class _Tap:
 
     def _attention(self, at: str, heads: np.ndarray) -> np.ndarray:
         """Scores and weights of a layer, computed once more. heads: what the kernel made of them, (T, H * D)."""
-        (t, h, d), cache = self._q.shape, self.engine.cache
+        (t, h, d), cache = self._q.shape, self.cache
         runs = cache.read(int(at.rpartition(".")[2]), t)
         scores, weights = self.op.attention_pattern(self._q, runs, cache.offset)          # (H, T, S) twice
         patched = self._see(f"{at}.scores", scores)

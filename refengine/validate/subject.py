@@ -1,0 +1,89 @@
+"""What is judged: a backend by name, or refengine itself, which sits its own exam."""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from refengine.backends import NAMES, Backend, BackendError, Precision, open_backend
+from refengine.engine import Engine
+from refengine.inspect import trace
+from refengine.loading import load
+from refengine.model import Model, load_model
+
+OURS = {"arithmetic": ("exact", "native", "native64"), "engine": ("sequential", "pipelined")}
+
+
+class Subject:
+    """name, version, precision; an engine to feed and rewind; logits of all positions; activations where it can show them.
+
+    model: what was asked for. source: the files that the backend really reads, and the reference with it.
+    """
+
+    def __init__(self, name: str, engine: Engine, model: str | os.PathLike, *, source: str | os.PathLike | None = None,
+                 version: str = "", precision: Precision = Precision()):
+        self.name, self.engine, self.model, self.source = name, engine, model, source or model
+        self.version, self.precision = version, precision
+
+    def rows(self, ids: Sequence[int]) -> np.ndarray:
+        """(T, V) logits of ids from nothing."""
+        return self.engine.rows(ids)
+
+    def activations(self, ids: Sequence[int], names: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+        return self.engine.activations(ids, names)
+
+    def another(self) -> Engine:
+        """A second engine of the same kind, that shares no state with the first."""
+        raise BackendError(f"{self.name} cannot be opened twice")
+
+
+class _Theirs(Subject):
+    engine: Backend
+
+    def __init__(self, name: str, model: str | os.PathLike, capacity: int, options: Mapping[str, str]):
+        self._open = lambda: open_backend(name, model, capacity=capacity, **options)
+        engine = self._open()
+        super().__init__(name, engine, model, source=engine.source, version=engine.version, precision=engine.precision)
+
+    def another(self) -> Engine:
+        return self._open()
+
+
+class _Ours(Subject):
+    def __init__(self, model: str | os.PathLike | Model, capacity: int, options: Mapping[str, str]):
+        for option, value in options.items():
+            if value not in OURS.get(option, ()):
+                known = "; ".join(f"{key}={'|'.join(values)}" for key, values in OURS.items())
+                raise BackendError(f"backend refengine has no option {option}={value}; there are {known}")
+        self._model = load_model(model, options.get("arithmetic"))
+        self._settings = {"engine": options.get("engine", "pipelined"), "capacity": capacity}
+        super().__init__("refengine", load(self._model, **self._settings), self._model.checkpoint.source,
+                         version=f"{self._model.op.NAME}, {self._settings['engine']}")
+
+    def rows(self, ids):
+        return self._model.logits(ids)
+
+    def activations(self, ids, names):
+        self.engine.reset()
+        return trace(self.engine, ids, list(names))
+
+    def another(self):
+        return load(self._model, **self._settings)
+
+
+def open_subject(spec: str, model: str | os.PathLike, capacity: int = 1024) -> Subject:
+    """"NAME" or "NAME:option=value,..." over a model. Raises BackendError, CheckpointError, ConfigError."""
+    name, _, rest = spec.partition(":")
+    options = {}
+    for part in filter(None, rest.split(",")):
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise BackendError(f"backend {spec!r}: {part!r} is not option=value")
+        options[option] = value
+    if name == "refengine":
+        return _Ours(model, capacity, options)
+    if name not in NAMES:
+        raise BackendError(f"backend {name!r} is not one of refengine, {', '.join(NAMES)}")
+    return _Theirs(name, model, capacity, options)
