@@ -101,7 +101,7 @@ def test_a_cancelled_answer_leaves_the_state_of_the_tokens_it_holds(kind, engine
     assert all_bytes(engine) == all_bytes(fresh) and engine.logits.tobytes() == fresh.logits.tobytes()
 
 
-@pytest.mark.parametrize("where", ["layers.0.conv", "layers.2.recalled", "layers.3.q_rope", "layers.3.gate", "norm"])
+@pytest.mark.parametrize("where", ["layers.0.conv", "layers.2.recalled", "layers.3.q_rope", "layers.3.head_gate", "norm"])
 def test_a_forward_that_fails_leaves_k_v_and_states_as_they_were(where, hybrid):
     engine = make_engine("sequential", hybrid, capacity=64)
     engine.prefill(IDS[:7])
