@@ -49,7 +49,8 @@ def validate(subject: Subject, *, own: Sequence[Sequence[int]] = (), longest: in
 
 def _preflight(subject: Subject, state: dict, *, own, longest, **_) -> Check:
     envelope = state["envelope"] = Envelope(open_checkpoint(subject.source), subject.precision)
-    vocab, capacity = subject.engine.vocab, subject.engine.capacity
+    vocab, capacity = getattr(subject.engine, "vocab", None), getattr(subject.engine, "capacity", None)
+    own = [subject.ids] if hasattr(subject, "ids") else own
     state["prompts"] = prompts(open_checkpoint(subject.model), min(longest, capacity or longest), own)
     problems = []
     if vocab is not None and vocab != envelope.config.vocab:
@@ -113,6 +114,8 @@ def _location(subject: Subject, state: dict, **_) -> Check:
 def _cache(subject: Subject, state: dict, *, histories, seed, trace, **_) -> Check:
     if histories < 1:
         return Check("cache", "skip", "no histories were asked for")
+    if subject.engine is None:
+        return Check("cache", "skip", "a file has no cache")
     cold = subject.another()
     floor = state.get("floor")
     if floor is None:

@@ -1,17 +1,21 @@
-"""What is judged: a backend by name, or refengine itself, which sits its own exam."""
+"""What is judged: a backend by name, a program that speaks our protocol, a file, or refengine itself, which sits its own exam."""
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from refengine.backends import NAMES, Backend, BackendError, Precision, open_backend
+from refengine.backends.worker import WorkerBackend
 from refengine.engine import Engine
-from refengine.inspect import trace
+from refengine.errors import InspectError
+from refengine.inspect import activations, read_trace, trace
 from refengine.loading import load
 from refengine.model import Model, load_model
+from refengine.sources import open_checkpoint
 
 OURS = {"arithmetic": ("exact", "native", "native64"), "engine": ("sequential", "pipelined")}
 
@@ -73,9 +77,55 @@ class _Ours(Subject):
         return load(self._model, **self._settings)
 
 
+class _Worker(Subject):
+    def __init__(self, command: str, model: str | os.PathLike):
+        self._open = lambda: WorkerBackend(command)
+        engine = self._open()
+        super().__init__(f"worker {engine.name}", engine, model, version=engine.version, precision=engine.precision)
+
+    def another(self) -> Engine:
+        return self._open()
+
+
+class _File(Subject):
+    """A trace file of `refengine.inspect`, by whoever wrote it: the logits and activations of one prompt, from nothing.
+
+    Its header may have "precision", as `Precision`.
+    """
+
+    engine: None
+
+    def __init__(self, path: Path, model: str | os.PathLike):
+        self._arrays, header = read_trace(path)
+        if header.get("offset", 0) != 0:
+            raise InspectError(f"{path}: offset is {header['offset']}; only a trace from nothing can be judged")
+        ids = header.get("tokens")
+        if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
+            raise InspectError(f"{path}: tokens is {ids!r:.60}, not a list of ids")
+        self.ids, known = ids, activations(open_checkpoint(model).config)
+        if unknown := sorted(set(self._arrays) - set(known)):
+            raise InspectError(f"{path}: {', '.join(unknown)}: no activations of this model")
+        super().__init__("files", None, model, version=path.name, precision=Precision(**header.get("precision", {})))
+
+    def rows(self, ids):
+        if "logits" not in self._arrays:
+            raise InspectError("the file has no logits")
+        return self._arrays["logits"]
+
+    def activations(self, ids, names):
+        return self._arrays if list(ids) == self.ids else None
+
+
 def open_subject(spec: str, model: str | os.PathLike, capacity: int = 1024) -> Subject:
-    """"NAME" or "NAME:option=value,..." over a model. Raises BackendError, CheckpointError, ConfigError."""
+    """"NAME", "NAME:option=value,...", "worker:COMMAND" or "files:TRACE.safetensors", over a model.
+
+    Raises BackendError, InspectError, CheckpointError, ConfigError.
+    """
     name, _, rest = spec.partition(":")
+    if name == "worker":
+        return _Worker(rest, model)
+    if name == "files":
+        return _File(Path(rest), model)
     options = {}
     for part in filter(None, rest.split(",")):
         option, equals, value = part.partition("=")
@@ -85,5 +135,5 @@ def open_subject(spec: str, model: str | os.PathLike, capacity: int = 1024) -> S
     if name == "refengine":
         return _Ours(model, capacity, options)
     if name not in NAMES:
-        raise BackendError(f"backend {name!r} is not one of refengine, {', '.join(NAMES)}")
+        raise BackendError(f"backend {name!r} is not one of refengine, {', '.join(NAMES)}, worker, files")
     return _Theirs(name, model, capacity, options)
