@@ -2,6 +2,7 @@
 checked never passes. Floor 9.
 """
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -360,6 +361,10 @@ def test_the_command_says_what_it_found_and_writes_a_report(tmp_path, capsys):
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["schema"] == "refengine-validation/1" and [check["name"] for check in report["checks"]] == [
         "preflight", "forward", "location", "cache"]
+    assert main([*arguments, "--html", str(tmp_path / "r.html")]) == 0
+    text = (tmp_path / "r.html").read_text()
+    assert "lossless in bits" in text and "within rounding" in text and not re.search("https?:|src=", text)
+    capsys.readouterr()
     assert main([*arguments, "--expect", "cache"]) == 1
     assert "unexpected pass" in capsys.readouterr().out
     (tmp_path / "p.json").write_text("[[]]")

@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--expect", action="append", default=[], choices=("forward", "location", "cache"),
                        help="known to fail: then that it does is no failure (repeatable)")
     check.add_argument("--report", default="report.json", metavar="FILE.json", help="default %(default)s")
+    check.add_argument("--html", metavar="FILE.html", help="the report as a page")
     check.set_defaults(run=_command("validate"))
 
     doctor = commands.add_parser("doctor", help="can this process compute exactly?")

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from refengine.errors import RefengineError
 from refengine.validate import open_subject, validate
+from refengine.validate.page import page
 
 _STYLE = {"pass": "green", "fail": "red", "error": "bold red", "skip": "dim", "expected fail": "yellow", "unexpected pass": "bold yellow"}
 
@@ -27,6 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"[{_STYLE[check.outcome]}]{check.outcome:15}[/] {check.name}: ", end="")
         console.print(check.words, markup=False, soft_wrap=True)
     out.write_text(json.dumps(report.json(), indent=1) + "\n", encoding="utf-8")
+    if arguments.html:
+        Path(arguments.html).write_text(page(report.json()), encoding="utf-8")
     console.print(f"[{_STYLE[report.outcome]}]{report.outcome}[/]; report: {out}", soft_wrap=True)
     return {"pass": 0, "skip": 3, "error": 2}.get(report.outcome, 1)
 
