@@ -19,7 +19,7 @@ from refengine.errors import CapacityError, FeedError, RefengineError
 from refengine.sampling import GREEDY, Sampling
 from refengine.sources import open_checkpoint
 
-_MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
+_MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp", "mlx": "mlx"}
 NAMES = tuple(_MODULES)
 
 
