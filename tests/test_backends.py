@@ -145,5 +145,5 @@ def test_a_bench_with_a_peer(name):
 
 
 def test_all_names_have_a_module():
-    assert NAMES == ("transformers", "llama.cpp") and all(importlib.util.find_spec(f"refengine.backends.{m}") for m in
-                                                          ("transformers", "llama_cpp"))
+    assert NAMES == ("transformers", "llama.cpp", "mlx")
+    assert all(importlib.util.find_spec(f"refengine.backends.{module}") for module in ("transformers", "llama_cpp", "mlx"))
