@@ -29,7 +29,7 @@ class TransformersBackend(Backend):
         except ImportError as error:
             raise BackendError(f"backend transformers needs {error.name}: pip install 'refengine[peers]'") from None
         transformers.utils.logging.disable_progress_bar()
-        self._torch, self._cache_type = torch, transformers.DynamicCache
+        self._torch = torch
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -41,7 +41,9 @@ class TransformersBackend(Backend):
         self._model, self._checkpoint = model.eval(), checkpoint
         # transformers 5 renames the argument
         self._argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        self._cache = self._cache_type()
+        recurrent = checkpoint.config.delta is not None       # such a cache has to know which layers keep a state
+        self._new_cache = lambda: transformers.DynamicCache(config=model.config) if recurrent else transformers.DynamicCache()
+        self._recurrent, self._cache = recurrent, self._new_cache()
         super().__init__(model.config.vocab_size, capacity)
 
     def _forward(self, ids: list[int]) -> np.ndarray:
@@ -71,7 +73,14 @@ class TransformersBackend(Backend):
         if length:
             self._cache.crop(length - len(self._ids))  # a negative count means the same in every release; crop(n) does not
         else:
-            self._cache = self._cache_type()
+            self._cache = self._new_cache()
+
+    def trim_kv_cache(self, length: int) -> int:
+        """-1 where there are recurrent layers: crop cuts attention, and no state."""
+        return -1 if self._recurrent and 0 <= length < len(self._ids) else super().trim_kv_cache(length)
+
+    def reset(self) -> None:
+        self._cache, self._ids, self._logits = self._new_cache(), [], None
 
 
 class _Seen:

@@ -150,6 +150,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--html", metavar="FILE.html", help="the report as a page")
     check.set_defaults(run=_command("validate"))
 
+    vectors = commands.add_parser("vectors", help="golden vectors: check a set of them, or play them on a backend")
+    vectors.add_argument("action", choices=("lint", "run"))
+    vectors.add_argument("folder", metavar="FOLDER", help="as tests/vectors/v1")
+    vectors.add_argument("--backend", default="refengine", metavar="NAME[:option=value,...]", help="as of validate (default %(default)s)")
+    vectors.set_defaults(run=_command("vectors"))
+
     doctor = commands.add_parser("doctor", help="can this process compute exactly?")
     doctor.set_defaults(run=_command("doctor"))
 
