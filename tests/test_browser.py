@@ -98,8 +98,8 @@ def test_the_figures_of_the_turns_are_the_engines(shown):
     rows = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in browser.find_elements(By.CSS_SELECTOR, "#turns tr")]
     assert [row[1:5] for row in rows] == [[str(turn[name]) for name in ("prompt", "reused", "forwarded", "generated")]
                                           for turn in again.data["turns"]]
-    assert all(row[7] == f"0 of {turn['logits_bytes']:,} bytes" for row, turn in zip(rows, again.data["turns"]))
-    assert [row[8] for row in rows] == [turn["cause"] for turn in again.data["turns"]]
+    assert all(row[8] == f"0 of {turn['logits_bytes']:,} bytes" for row, turn in zip(rows, again.data["turns"]))
+    assert [row[9] for row in rows] == [turn["cause"] for turn in again.data["turns"]]
 
 
 def test_a_click_on_a_cell_and_on_a_token_shows_the_position(shown):
