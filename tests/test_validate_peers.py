@@ -43,9 +43,11 @@ def test_transformers_with_a_planted_fault_is_wrong_and_located(folder):
 
 
 @MLX
-def test_a_cache_of_mlx_whose_trimmed_tokens_come_back_is_found(folder):
-    """ConcatenateKVCache of mlx-lm 0.32: its trim lowers a number, and the next append counts from the arrays again."""
-    report = validate(open_subject("mlx:cache=concatenate", folder, 256), own=[list(range(40))], histories=12)
+@pytest.mark.parametrize("kind", ["concatenate", "mixed"])
+def test_a_cache_of_mlx_whose_trimmed_tokens_come_back_is_found(kind, folder):
+    """ConcatenateKVCache of mlx-lm 0.32: its trim lowers a number, and the next append counts from the arrays again. Of several
+    kinds of cache trim_prompt_cache reports the count of layer 0, which is right."""
+    report = validate(open_subject(f"mlx:cache={kind}", folder, 256), own=[list(range(40))], histories=12)
     cache = report.checks[-1]
     assert cache.outcome == "fail" and "not by rounding" in cache.words and len(cache.figures["violating"]) <= 4
 

@@ -11,9 +11,10 @@ from refengine.folder_checkpoint import FolderCheckpoint
 
 
 class MLXBackend(Backend):
-    """One sequence. cache: "kv" is what mlx-lm makes by default, "concatenate" its simplest one."""
+    """One sequence. cache: "kv" is what mlx-lm makes by default, "concatenate" its simplest one, "mixed" has the first kind in layer
+    0 and the second in the others: what its trim reports is layer 0's count."""
 
-    OPTIONS = {"dtype": ("float32", "bfloat16", "float16"), "cache": ("kv", "concatenate")}
+    OPTIONS = {"dtype": ("float32", "bfloat16", "float16"), "cache": ("kv", "concatenate", "mixed")}
 
     def __init__(self, checkpoint: Checkpoint, capacity: int, *, dtype: str = "float32", cache: str = "kv"):
         if not isinstance(checkpoint, FolderCheckpoint):
@@ -35,7 +36,8 @@ class MLXBackend(Backend):
         kept = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
         self.precision = Precision(kept, kept, kept, "stored" if dtype == "float32" else kept)
         kind = {"kv": lambda: caches.make_prompt_cache(self._model),
-                "concatenate": lambda: [caches.ConcatenateKVCache() for _ in self._model.layers]}[cache]
+                "concatenate": lambda: [caches.ConcatenateKVCache() for _ in self._model.layers],
+                "mixed": lambda: [caches.KVCache(), *(caches.ConcatenateKVCache() for _ in self._model.layers[1:])]}[cache]
         self._make, self._cache = kind, kind()
         super().__init__(checkpoint.config.vocab, capacity)
 
