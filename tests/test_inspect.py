@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from engines_of_others import NoRewind
-from helpers import both_engines, make_chat, same_bits
+from helpers import both_engines, same_bits
 from refengine.cli import main
 from refengine.errors import InspectError
 from refengine.inspect import Recorder, Replay, Shown, page, read_record

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from faults import late_keys, late_norm, tiled, with_op
 from helpers import ids_of
 from refengine.backends import Backend, BackendError, Precision
 from refengine.cli import main
@@ -114,46 +115,12 @@ def test_rounding_is_what_numpy_and_the_formats_do(kind):
 
 # Faults just above the noise are wrong, and their place is named
 
-def with_op(model, **kernels):
-    class Op:
-        def __getattr__(self, name):
-            return kernels.get(name) or getattr(model.op, name)
-    return replace(model, op=Op())
-
-
-def tiled(model):
-    """Query head h looks at kv head h % N."""
-    n, h = model.config.kv_heads, model.config.heads
-    order = np.arange(h).reshape(n, h // n).T.ravel()
-
-    def attention(q, runs, start):
-        out = model.op.attention(np.ascontiguousarray(q[:, np.argsort(order)]), runs, start)
-        return np.ascontiguousarray(out.reshape(len(q), h, -1)[:, order]).reshape(len(q), -1)
-    return with_op(model, attention=attention)
-
-
 def swapped(model):
     def attention(q, runs, start):
         out = model.op.attention(q, runs, start).reshape(len(q), model.config.heads, -1).copy()
         out[:, [0, 1]] = out[:, [1, 0]]
         return out.reshape(len(q), -1)
     return with_op(model, attention=attention)
-
-
-def late_keys(model):
-    """Keys stand one position further than queries."""
-    rows, calls = [], iter(range(10**9))
-
-    class Shifted(Model):
-        def rope_rows(self, start, stop):
-            cos, sin = Model.rope_rows(self, start, stop + 1)
-            rows[:] = cos[1:], sin[1:]
-            return cos[:-1], sin[:-1]
-
-    def rotate(x, cos, sin):
-        return model.op.rotate(x, *((cos, sin) if next(calls) % 2 == 0 else rows))
-
-    return Shifted(model.config, model.weights, with_op(model, rotate=rotate).op, model.checkpoint)
 
 
 def theta(model):
@@ -173,16 +140,6 @@ def no_bias(model):
     layers = list(model.weights.layers)
     layers[1] = layers[1]._replace(o=layers[1].o._replace(bias=None))
     return replace(model, weights=model.weights._replace(layers=tuple(layers)))
-
-
-def late_norm(model):
-    """Keys are normalised after the rotation: in layer 0 alone it changes nothing but the gain's place."""
-    calls = iter(range(10**9))
-
-    def rotate(x, cos, sin):
-        turned = model.op.rotate(x, cos, sin)
-        return turned if next(calls) % 2 == 0 else model.op.rms_norm(turned, model.weights.layers[0].k_norm, 1e-6)
-    return with_op(model, rotate=rotate)
 
 
 FAULTS = {"eps 1e-5 for 1e-6": (eps, "attn_norm"), "swapped heads": (swapped, "heads"), "tiled kv heads": (tiled, "heads"),

@@ -42,6 +42,17 @@ def test_transformers_with_a_planted_fault_is_wrong_and_located(folder):
     assert checks["location"].figures["name"] == "layers.1.q_norm" and checks["location"].figures["side"] == "queries"
 
 
+@LLAMA
+def test_a_mixture_of_k_quants_is_within_its_noise(tmp_path):
+    """Their blocks are 256 wide, and so must be the model."""
+    write_checkpoint(tmp_path, {**T_CONFIG, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16,
+                                "num_key_value_heads": 16}, seed=8)
+    subject = open_subject("llama.cpp:weights=q4_k", tmp_path, 256)
+    assert subject.precision.inputs == "q8_k"
+    checks = {check.name: check for check in validate(subject, longest=70, histories=3).checks}
+    assert checks["forward"].figures["verdict"] == "within rounding", checks["forward"].words
+
+
 @MLX
 @pytest.mark.parametrize("kind", ["concatenate", "mixed"])
 def test_a_cache_of_mlx_whose_trimmed_tokens_come_back_is_found(kind, folder):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from faults import late_keys, late_norm, tiled, with_op
 from refengine import vectors
 from refengine.cache import Cache
 from refengine.cli import main
@@ -49,23 +50,6 @@ def test_the_set_is_small_and_of_each_family():
 
 # The hunted faults, planted
 
-def with_op(model, **kernels):
-    class Op:
-        def __getattr__(self, name):
-            return kernels.get(name) or getattr(model.op, name)
-    return replace(model, op=Op())
-
-
-def tiled(model):
-    n, h = model.config.kv_heads, model.config.heads
-    order = np.arange(h).reshape(n, h // n).T.ravel()
-
-    def attention(q, runs, start):
-        out = model.op.attention(np.ascontiguousarray(q[:, np.argsort(order)]), runs, start)
-        return np.ascontiguousarray(out.reshape(len(q), h, -1)[:, order]).reshape(len(q), -1)
-    return with_op(model, attention=attention)
-
-
 def other_rope(model, **change):
     config = replace(model.config, rope=replace(model.config.rope, **change))
     return Model(config, model.weights, model.op, model.checkpoint)
@@ -74,30 +58,6 @@ def other_rope(model, **change):
 def no_bias(model):
     layers = [layer._replace(qkv=layer.qkv._replace(bias=None)) for layer in model.weights.layers]
     return replace(model, weights=model.weights._replace(layers=tuple(layers)))
-
-
-def late_norm(model):
-    calls = iter(range(10**9))
-    gains = [layer.k_norm for layer in model.weights.layers]
-
-    def rotate(x, cos, sin):
-        turned, call = model.op.rotate(x, cos, sin), next(calls)
-        return turned if call % 2 == 0 else model.op.rms_norm(turned, gains[call // 2 % len(gains)], 1e-6)
-    return with_op(model, rotate=rotate)
-
-
-def late_keys(model):
-    rows, calls = [], iter(range(10**9))
-
-    class Shifted(Model):
-        def rope_rows(self, start, stop):
-            cos, sin = Model.rope_rows(self, start, stop + 1)
-            rows[:] = cos[1:], sin[1:]
-            return cos[:-1], sin[:-1]
-
-    def rotate(x, cos, sin):
-        return model.op.rotate(x, *((cos, sin) if next(calls) % 2 == 0 else rows))
-    return Shifted(model.config, model.weights, with_op(model, rotate=rotate).op, model.checkpoint)
 
 
 def plain_gains(model):

@@ -30,8 +30,8 @@ class BackendError(RefengineError):
 class Precision(NamedTuple):
     """How a backend rounds: what its activations, the inputs of its products, its K/V and its weights are kept in.
 
-    Each "f32", "f16" or "bf16"; inputs also "q8_0" (blocks of 32 with a scale of their own); weights also "stored": as in
-    the file that it reads.
+    Each "f32", "f16" or "bf16"; inputs also "q8_0" or "q8_k" (integers, in blocks of 32 or 256 with a scale of their own);
+    weights also "stored": as in the file that it reads.
     """
 
     activations: str = "f32"

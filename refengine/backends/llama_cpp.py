@@ -1,6 +1,7 @@
 """llama.cpp through llama-cpp-python: a .gguf file as it is, or one written from the checkpoint; its usual float16 K/V."""
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from pathlib import Path
@@ -16,10 +17,11 @@ from refengine.gguf_checkpoint import GGUFCheckpoint, gguf_name
 class LlamaCppBackend(Backend):
     """One context of llama.cpp on all cores, 512 tokens a batch (its default).
 
-    weights: what a checkpoint that is no .gguf is written as. kv: what it keeps K/V in.
+    weights: what a checkpoint that is no .gguf is written as; q4_k is llama.cpp's own mixture Q4_K_M, made by it. kv: what it
+    keeps K/V in.
     """
 
-    OPTIONS = {"weights": ("f32", "f16", "bf16", "q8_0"), "kv": ("f16", "f32")}
+    OPTIONS = {"weights": ("f32", "f16", "bf16", "q8_0", "q4_k"), "kv": ("f16", "f32")}
 
     def __init__(self, checkpoint: Checkpoint, capacity: int, *, weights: str = "f32", kv: str = "f16"):
         try:
@@ -33,12 +35,15 @@ class LlamaCppBackend(Backend):
         self._folder = tempfile.TemporaryDirectory(prefix="refengine-gguf-")  # lives as long as this, for who reads the same file
         path = Path(self._folder.name) / "model.gguf"
         if isinstance(checkpoint, GGUFCheckpoint):
-            path, weights = checkpoint.path, max((kind.name.lower() for kind in checkpoint.types() if kind.name != "F32"), default="f32")
+            path = checkpoint.path
+        elif weights == "q4_k":
+            write_gguf(checkpoint, path)
+            path = _quantized(llama_cpp, path)
         else:
             write_gguf(checkpoint, path, weights)
-            self.source = path if weights != "f32" else None
-        inputs = weights if weights in ("f32", "f16", "bf16") else "q8_0"       # ggml rounds what it multiplies weights with
-        self.precision = Precision("f32", inputs, kv, "stored")
+        if weights != "f32":
+            self.source = path
+        self.precision = Precision("f32", _inputs(path if weights != "f32" else checkpoint), kv, "stored")
         try:
             kept = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16}[kv]
             self._llama = llama_cpp.Llama(str(path), n_ctx=capacity, n_threads=threads, n_threads_batch=threads, type_k=kept,
@@ -55,6 +60,26 @@ class LlamaCppBackend(Backend):
 
     def _rewind(self, length: int) -> None:
         self._llama.n_tokens = length
+
+
+def _inputs(source: Path | Checkpoint) -> str:
+    """What ggml rounds the inputs of its products to: that depends on what it multiplies them with. The coarsest of a mixture."""
+    checkpoint = GGUFCheckpoint(source) if isinstance(source, Path) else source
+    if not isinstance(checkpoint, GGUFCheckpoint):
+        return "f32"
+    kinds = {kind.name for kind in checkpoint.types()} - {"F32"}
+    if kinds & {"F16", "BF16"} == kinds:
+        return min((kind.lower() for kind in kinds), default="f32")  # "bf16" before "f16"
+    return "q8_k" if any(kind.endswith("_K") for kind in kinds) else "q8_0"
+
+
+def _quantized(llama_cpp, path: Path) -> Path:
+    """The file once more, quantised by llama.cpp itself. Raises BackendError."""
+    made, parameters = path.with_name("q4_k.gguf"), llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    if llama_cpp.llama_model_quantize(str(path).encode(), str(made).encode(), ctypes.byref(parameters)) != 0:
+        raise BackendError("llama.cpp cannot quantise this model to q4_k")
+    return made
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, weights: str = "f32") -> None:

@@ -52,7 +52,7 @@ class WorkerBackend(Backend):
         self.name, self.version = about["name"], str(about.get("version", ""))
         given = about.get("precision", {})
         if not isinstance(given, dict) or not set(given) <= set(Precision._fields) or not set(given.values()) <= {
-                "f32", "f16", "bf16", "q8_0", "stored"}:
+                "f32", "f16", "bf16", "q8_0", "q8_k", "stored"}:
             raise self._fail(f"precision is {given!r}")
         self.precision = Precision(**given)
         if about["vocab"] < 1 or about["capacity"] < 1:

@@ -13,6 +13,7 @@ rounding up to slack times the floor, and wrong beyond twice that; between, it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -31,8 +32,8 @@ DITHERED = 3
 
 def rounding(kind: str, seed: int | None = None) -> Rounding:
     """To the nearest number of a precision, or with a seed to one of the two neighbours, as often as it is near."""
-    if kind == "q8_0":
-        return _blocks
+    if kind in ("q8_0", "q8_k"):
+        return partial(_blocks, size=32 if kind == "q8_0" else 256)
     bits = {"f32": 24, "bf16": 8, "f16": 11}[kind]
     rng = None if seed is None else np.random.default_rng(seed)
 
@@ -47,10 +48,11 @@ def rounding(kind: str, seed: int | None = None) -> Rounding:
     return to
 
 
-def _blocks(x: np.ndarray) -> np.ndarray:
-    """q8_0: 32 numbers share a scale, their largest over 127, which is a float16."""
-    rows = x.astype(np.float64).reshape(*x.shape[:-1], -1, 32) if x.shape[-1] % 32 == 0 else x.astype(np.float64)[..., None, :]
-    scale = (np.abs(rows).max(axis=-1, keepdims=True) / 127).astype(np.float16).astype(np.float64)
+def _blocks(x: np.ndarray, size: int) -> np.ndarray:
+    """q8_0 and q8_k: numbers of a block share a scale, their largest over 127, which is a float16 in q8_0."""
+    rows = x.astype(np.float64).reshape(*x.shape[:-1], -1, size) if x.shape[-1] % size == 0 else x.astype(np.float64)[..., None, :]
+    scale = np.abs(rows).max(axis=-1, keepdims=True) / 127
+    scale = scale.astype(np.float16 if size == 32 else np.float32).astype(np.float64)
     return (np.rint(rows / np.where(scale, scale, 1)) * scale).reshape(x.shape)
 
 
