@@ -10,11 +10,11 @@ from refengine.checkpoint import Checkpoint
 from refengine.errors import CheckpointError
 from refengine.folder_checkpoint import FolderCheckpoint
 
-BUILT_IN = ("tiny", "tiny-hybrid")
+BUILT_IN = ("tiny", "tiny-hybrid", "small")
 
 
 def open_checkpoint(source: str | os.PathLike) -> Checkpoint:
-    """A Hugging Face folder, a .gguf file, a built-in name ("tiny", "tiny-hybrid") or a hub id ("org/name"). Raises CheckpointError."""
+    """A Hugging Face folder, a .gguf file, a built-in name (BUILT_IN) or a hub id ("org/name"). Raises CheckpointError."""
     if source in BUILT_IN:
         return FolderCheckpoint(Path(str(files("refengine") / "data" / str(source))), str(source))
     path = Path(source)

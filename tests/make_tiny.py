@@ -5,6 +5,7 @@ is stripped from earlier answers), random weights from a seed.
 """
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -45,24 +46,30 @@ TEMPLATE = """\
 """
 
 
-def main() -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
+def write_text_side(folder: Path, texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Train a tokenizer of so many ids on the texts and write what a model's folder has beside the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(r"'\p{L}+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=512 - len(SPECIAL) - len(PLAIN), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    trainer = trainers.BpeTrainer(vocab_size=vocab - len(SPECIAL) - len(PLAIN), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   show_progress=False)
-    tokenizer.train_from_iterator(TEXT.splitlines(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in PLAIN])
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
-    assert tokenizer.get_vocab_size() == 512 and tokenizer.token_to_id("<|im_end|>") == 511
-    tokenizer.save(str(FOLDER / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == vocab and tokenizer.token_to_id("<|im_end|>") == vocab - 1
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (FOLDER / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (FOLDER / "generation_config.json").write_text(json.dumps({"eos_token_id": [511, 509]}) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [vocab - 1, vocab - 3]}) + "\n", encoding="utf-8")
+    return tokenizer
+
+
+def main() -> None:
+    write_text_side(FOLDER, TEXT.splitlines(), 512)
     synthesize("tiny", FOLDER)
     hybrid = FOLDER.parent / "tiny-hybrid"
     synthesize("tiny-hybrid", hybrid)

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.set_defaults(run=_command("replay"))
 
     chat = commands.add_parser("chat", help="talk to a model; the status line says what was reused")
-    _model(chat)
+    _model(chat, default="small")
     _engine(chat)
     _sampling(chat)
     chat.add_argument("--system", help="the system prompt")
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_command("chat"))
 
     generate = commands.add_parser("generate", help="continue a text")
-    _model(generate)
+    _model(generate, default="small")
     _engine(generate)
     _sampling(generate)
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_command("generate"))
 
     explain = commands.add_parser("explain", help="what each turn of a conversation reuses, and why not more")
-    explain.add_argument("--model", required=True, metavar="PATH", help="a model, or a folder with a tokenizer")
+    explain.add_argument("--model", default="small", metavar="PATH", help="a model, or a folder with a tokenizer (default %(default)s)")
     explain.add_argument("--parser", choices=("plain", "qwen3", "harmony"), help="default: as the template asks")
     explain.add_argument("transcript", metavar="TRANSCRIPT.json", help="a list of messages, or an object with messages, tools, "
                          "documents, template_arguments")
@@ -156,6 +156,17 @@ def _parser() -> argparse.ArgumentParser:
     vectors.add_argument("--backend", default="refengine", metavar="NAME[:option=value,...]", help="as of validate (default %(default)s)")
     vectors.set_defaults(run=_command("vectors"))
 
+    recall = commands.add_parser("recall", help="does a model answer from its conversation? Dialogues with held-out facts")
+    _model(recall, default="small")
+    _engine(recall)
+    recall.add_argument("--dialogues", type=int, default=200, help="default %(default)s")
+    recall.add_argument("--turns", type=int, default=4, help="of each (default %(default)s)")
+    recall.add_argument("--seed", type=int, default=0)
+    recall.add_argument("--max-tokens", type=int, default=128, help="longest answer (default %(default)s)")
+    recall.add_argument("--no-prefix-cache", action="store_true", help="reset and prefill everything each turn")
+    recall.add_argument("--wrong", action="store_true", help="print the answers that are wrong, beside the right ones")
+    recall.set_defaults(run=_command("recall"))
+
     doctor = commands.add_parser("doctor", help="can this process compute exactly?")
     doctor.set_defaults(run=_command("doctor"))
 
@@ -176,9 +187,9 @@ def _command(name: str):
     return run
 
 
-def _model(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    parser.add_argument("--model", default=default, required=default is None, metavar="PATH",
-                        help="a Hugging Face folder, a .gguf file, a hub id, or tiny" + (" (default tiny)" if default else ""))
+def _model(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--model", default=default, metavar="PATH",
+                        help="a Hugging Face folder, a .gguf file, a hub id, tiny or small (default %(default)s)")
     _sizes(parser)
 
 
