@@ -78,7 +78,35 @@ def batches(tokenizer: Tokenizer, rng: random.Random, tokens: int, progress) -> 
         yield from ready[:max(1, len(ready) * 9 // 10)]
 
 
-def train(tokenizer: Tokenizer, seed: int, steps: int, tokens: int, rate: float, muon: float, threads: int):
+def orthogonal_steps(matrices, rate: float, momentum: float = 0.95):
+    """Muon (Jordan et al. 2024) in float32: the momentum of each matrix, made orthogonal by five Newton-Schulz steps. torch's
+    own computes them in bfloat16, which most CPUs do slowly."""
+    import torch
+
+    class Muon(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                stack = torch.stack([p.grad for p in group["params"]])
+                average = self.state[group["params"][0]].setdefault("average", torch.zeros_like(stack))
+                average.lerp_(stack, 1 - momentum)
+                x = stack.lerp(average, momentum)
+                wide = x.shape[-1] >= x.shape[-2]
+                x = x if wide else x.mT
+                x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    square = x @ x.mT
+                    x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+                x = x if wide else x.mT
+                scale = max(1.0, x.shape[-2] / x.shape[-1]) ** 0.5
+                for p, update in zip(group["params"], x):
+                    p.mul_(1 - group["lr"] * 0.01).add_(update, alpha=-group["lr"] * scale)
+
+    shapes = sorted({p.shape for p in matrices})
+    return Muon([{"params": [p for p in matrices if p.shape == shape]} for shape in shapes], {"lr": rate})
+
+
+def train(tokenizer: Tokenizer, seed: int, steps: int, tokens: int, rate: float, muon: float, threads: int, save=None):
     """A trained model of transformers."""
     import torch
     import transformers
@@ -92,12 +120,9 @@ def train(tokenizer: Tokenizer, seed: int, steps: int, tokens: int, rate: float,
             torch.nn.init.normal_(p, std=0.02 if "embed" in name else p.shape[1] ** -0.5 * (0.3 if "o_proj" in name or "down" in name else 1))
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [torch.optim.AdamW(others if muon else others + matrices, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)]
     if muon:
-        optimizers = [torch.optim.Muon(matrices, lr=muon, weight_decay=0.01, momentum=0.95),
-                      torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)]
-    else:
-        optimizers = [torch.optim.AdamW([{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
-                                        lr=rate, betas=(0.9, 0.98))]
+        optimizers.append(orthogonal_steps(matrices, muon))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
@@ -125,8 +150,17 @@ def train(tokenizer: Tokenizer, seed: int, steps: int, tokens: int, rate: float,
         if step % 100 == 0 or step == steps:
             print(f"step {step:5} loss {total / count:.4f} right {right / ends:.4f} length {length} tokens {seen:,} {time.perf_counter() - began:.0f} s", flush=True)
             total, count, right, ends = 0.0, 0, 0, 0
+        if step % 1000 == 0 and save:
+            save(model)
         if step == steps:
             return model
+
+
+def write(model, folder: Path) -> None:
+    """config.json, and the weights as BF16."""
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: ("BF16", tensor.detach().numpy()) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    write_safetensors(folder / "model.safetensors", tensors)
 
 
 def main() -> None:
@@ -142,10 +176,8 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     texts = ["".join(text for text, _ in segments(dialogue(rng, 6), rng)) for _ in range(20000)]
     tokenizer = write_text_side(arguments.out, texts, VOCAB)
-    model = train(tokenizer, arguments.seed, arguments.steps, arguments.tokens, arguments.rate, arguments.muon, arguments.threads)
-    (arguments.out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    tensors = {name: ("BF16", tensor.detach().numpy()) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    write_safetensors(arguments.out / "model.safetensors", tensors)
+    model = train(tokenizer, arguments.seed, arguments.steps, arguments.tokens, arguments.rate, arguments.muon, arguments.threads, lambda model: write(model, arguments.out))
+    write(model, arguments.out)
 
 
 if __name__ == "__main__":
