@@ -15,7 +15,8 @@ import refengine
 import refkernels
 
 FLOOR = re.compile(r"\bFloor (\d)\.")
-PACKAGES = {"refkernels": 1, "refengine.inspect": 7, "refengine.conformance": 7, "refengine.bench": 7, "refengine.backends": 7, "refengine.cli": 8}
+PACKAGES = {"refkernels": 1, "refengine.inspect": 7, "refengine.conformance": 7, "refengine.bench": 7, "refengine.recall": 7,
+            "refengine.backends": 7, "refengine.cli": 8}
 PUBLIC = 7  # from here on, `import refengine` is allowed: all that it offers lies below
 
 

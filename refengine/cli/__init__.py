@@ -88,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_command("generate"))
 
     explain = commands.add_parser("explain", help="what each turn of a conversation reuses, and why not more")
-    explain.add_argument("--model", default="small", metavar="PATH", help="a model, or a folder with a tokenizer (default %(default)s)")
+    explain.add_argument("--model", default="small", metavar="PATH",
+                         help="a model, or a folder with a tokenizer (default %(default)s)")
     explain.add_argument("--parser", choices=("plain", "qwen3", "harmony"), help="default: as the template asks")
     explain.add_argument("transcript", metavar="TRANSCRIPT.json", help="a list of messages, or an object with messages, tools, "
                          "documents, template_arguments")
@@ -189,7 +190,7 @@ def _command(name: str):
 
 def _model(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--model", default=default, metavar="PATH",
-                        help="a Hugging Face folder, a .gguf file, a hub id, tiny or small (default %(default)s)")
+                        help="a Hugging Face folder, a .gguf file, a hub id, tiny, tiny-hybrid or small (default %(default)s)")
     _sizes(parser)
 
 

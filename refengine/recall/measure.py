@@ -42,13 +42,18 @@ class Recall(NamedTuple):
 def is_right(turn: Turn, text: str) -> bool:
     """Whether an answer has all that is asked for, in order, as whole words, and nothing that was corrected. Its thoughts do
     not count, nor does its case."""
-    said, at = text.rpartition("</think>")[2].lower(), 0
+    said, at = text.rpartition("</think>")[2], 0
     for value in turn.recall:
-        found = re.compile(rf"(?<!\w){re.escape(value.lower())}(?!\w)").search(said, at)
+        found = as_word(value).search(said, at)
         if not found:
             return False
         at = found.end()
-    return not any(re.search(rf"(?<!\w){re.escape(value.lower())}(?!\w)", said) for value in turn.superseded)
+    return not any(as_word(value).search(said) for value in turn.superseded)
+
+
+def as_word(value: str) -> re.Pattern:
+    """Finds a value that is not a part of a longer one: 05 is not in 12:05."""
+    return re.compile(rf"(?<![\w:]){re.escape(value)}(?![\w:])", re.IGNORECASE)
 
 
 def measure(new_chat: Callable[[str], Chat], *, dialogues: int, turns: int = 4, seed: int = 0,

@@ -1,4 +1,4 @@
-"""The values that dialogues are about: made-up and real names, numbers, words. Each is either for training or held out. Floor 7."""
+"""The values that dialogues are about: names, numbers, words. Each is either for training or held out. Floor 7."""
 from __future__ import annotations
 
 import random
@@ -7,25 +7,28 @@ import zlib
 _ONSETS = ("b br c ch cl d dr f fl fr g gl gr h j k kl l m n p pl pr qu r s sh sk sl sn sp st t th tr v w y z").split()
 _VOWELS = "a e i o u a e i o u ai ea ee oo ou ia io ö é ü".split()
 _CODAS = ["", "", "", *"b ck d f g k l ll m n nd ng nt p r rd rk rn s sh ss st t th v x z".split()]
-_PEOPLE = """Ada Ben Cleo Dan Emma Finn Grace Hugo Iris Jack Kate Leo Mia Nora Oscar Paul Rosa Sam Tara Uma Victor Wendy Yara Zoe
-Anna Boris Carla David Elena Frank Greta Henry Ivan Julia Karl Laura Marco Nina Otto Peter Rita Simon Tina Vera Alice Bob Charlie
-Max Bella Luna Rex Milo Buddy Rocky Daisy Coco Oliver Tom Maria John Sarah James Lisa Eva Omar Ali Chen Yuki Ravi Priya Olga""".split()
-_PLACES = """Paris London Rome Berlin Madrid Oslo Tokyo Cairo Lima Vienna Prague Dublin Athens Boston Chicago Sydney Toronto Delhi
-Lisbon Warsaw Zurich Geneva Lyon Munich Hamburg Naples Kyoto Seoul Havana Nairobi Denver Austin Dallas Porto Bergen Malmo""".split()
+_PEOPLE = """Ada Ben Cleo Dan Emma Finn Grace Hugo Iris Jack Kate Leo Mia Nora Oscar Paul Rosa Sam Tara Uma
+    Victor Wendy Yara Zoe Anna Boris Carla David Elena Frank Greta Henry Ivan Julia Karl Laura Marco
+    Nina Otto Peter Rita Simon Tina Vera Alice Bob Charlie Max Bella Luna Rex Milo Buddy Rocky Daisy
+    Coco Oliver Tom Maria John Sarah James Lisa Eva Omar Ali Chen Yuki Ravi Priya Olga""".split()
+_PLACES = """Paris London Rome Berlin Madrid Oslo Tokyo Cairo Lima Vienna Prague Dublin Athens Boston Chicago
+    Sydney Toronto Delhi Lisbon Warsaw Zurich Geneva Lyon Munich Hamburg Naples Kyoto Seoul Havana
+    Nairobi Denver Austin Dallas Porto Bergen Malmo""".split()
 _WORDS = {
-    "colour": """red blue green yellow black white grey brown pink purple orange silver golden violet turquoise beige crimson
-    indigo scarlet olive""",
-    "food": """pizza soup rice bread pasta salad sushi curry cake cheese pancakes stew porridge lasagna tacos noodles pie toast
-    dumplings omelette couscous risotto chocolate honey""",
+    "colour": """red blue green yellow black white grey brown pink purple orange silver golden violet turquoise beige
+    crimson indigo scarlet olive""",
+    "food": """pizza soup rice bread pasta salad sushi curry cake cheese pancakes stew porridge lasagna tacos
+    noodles pie toast dumplings omelette couscous risotto chocolate honey""",
     "drink": "tea coffee milk water juice cocoa lemonade cider beer wine mead cola ginger espresso",
-    "animal": """dog cat horse owl fox wolf bear otter tiger lion panda rabbit badger eagle whale dolphin penguin hedgehog goat
-    donkey spider turtle crow heron""",
-    "hobby": """chess football tennis painting reading sailing climbing cooking dancing singing running fishing knitting gardening
-    cycling swimming poker drawing skiing hiking""",
-    "item": """apples bread milk eggs butter cheese nails soap rope candles matches socks paper pens salt sugar rice tea coffee
-    batteries tape towels shoes gloves hat map knife lamp tent boots oil flour onions carrots potatoes lemons pears grapes beans
-    tomatoes garlic pepper honey jam yoghurt fish chicken noodles cereal water juice stamps string glue paint brushes bulbs
-    toothpaste shampoo blanket pillow camera charger passport tickets sunscreen umbrella book scissors needles thread ribbon""",
+    "animal": """dog cat horse owl fox wolf bear otter tiger lion panda rabbit badger eagle whale dolphin penguin
+    hedgehog goat donkey spider turtle crow heron""",
+    "hobby": """chess football tennis painting reading sailing climbing cooking dancing singing running fishing
+    knitting gardening cycling swimming poker drawing skiing hiking""",
+    "item": """apples bread milk eggs butter cheese nails soap rope candles matches socks paper pens salt sugar
+    rice tea coffee batteries tape towels shoes gloves hat map knife lamp tent boots oil flour onions
+    carrots potatoes lemons pears grapes beans tomatoes garlic pepper honey jam yoghurt fish chicken
+    noodles cereal water juice stamps string glue paint brushes bulbs toothpaste shampoo blanket pillow
+    camera charger passport tickets sunscreen umbrella book scissors needles thread ribbon""",
     "day": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
 }
 _WORDS = {kind: words.split() for kind, words in _WORDS.items()}
@@ -65,5 +68,6 @@ class Values:
 
     def _made_up(self) -> str:
         syllables = self.rng.choice((1, 2, 2, 2, 3))
-        word = "".join(self.rng.choice(_ONSETS) + self.rng.choice(_VOWELS) for _ in range(syllables)) + self.rng.choice(_CODAS)
+        word = "".join(self.rng.choice(_ONSETS) + self.rng.choice(_VOWELS) for _ in range(syllables))
+        word += self.rng.choice(_CODAS)
         return word if len(word) > 2 else word + self.rng.choice("klmnrst")
