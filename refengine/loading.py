@@ -11,7 +11,7 @@ from refengine.pipelined import PipelinedEngine
 def load(model: str | os.PathLike | Model, *, engine: str = "sequential", arithmetic: str | None = None,
          capacity: int = 4096, page_size: int = 64, chunk_size: int | None = None,
          snapshot_every: int | str | None = None, snapshot_bytes: int = 2**28) -> SequentialEngine:
-    """An engine over a model: a path, a hub id, "tiny", or a Model that is already loaded.
+    """An engine over a model: a path, a hub id, a built-in name, or a Model that is already loaded.
 
     engine: "sequential" (one token a forward) or "pipelined" (chunks of ``chunk_size`` tokens, 256 unless said, and a
     step in flight). arithmetic: "exact" (default), "native", "native64". capacity: most tokens the cache may hold.

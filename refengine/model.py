@@ -156,7 +156,8 @@ class _Watch:
 
 
 def load_model(source: str | os.PathLike | Model, arithmetic: str | None = None) -> Model:
-    """Load a Hugging Face folder, a .gguf file, a hub id, or the built-in "tiny". A Model is returned as it is.
+    """Load a Hugging Face folder, a .gguf file, a hub id, or one of the built-in "tiny", "tiny-hybrid" and "small".
+    A Model is returned as it is.
 
     arithmetic: "exact" (the default; 8 bytes a weight), "native" (float32) or "native64".
     Raises CheckpointError, ConfigError; ProbeError when this process cannot compute exactly.
@@ -179,7 +180,7 @@ def load_model(source: str | os.PathLike | Model, arithmetic: str | None = None)
 
 
 def tiny(arithmetic: str | None = None) -> Model:
-    """The built-in model: Qwen3 architecture, random weights, a byte-level tokenizer, a few hundred kilobytes."""
+    """The built-in model of the proofs: Qwen3 architecture, random weights, a byte-level tokenizer, a few hundred kilobytes."""
     return load_model("tiny", arithmetic)
 
 

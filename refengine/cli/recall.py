@@ -5,6 +5,7 @@ import argparse
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -21,18 +22,20 @@ def run(arguments: argparse.Namespace) -> int:
     def new_chat(system: str) -> Chat:
         return Chat(engine, tokenizer, not arguments.no_prefix_cache, system=system or None, max_tokens=arguments.max_tokens)
 
-    with Progress(TextColumn("asking"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
+    columns = TextColumn("asking"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("dialogues", total=arguments.dialogues)
         recall = measure(new_chat, dialogues=arguments.dialogues, turns=arguments.turns, seed=arguments.seed,
                          on_dialogue=lambda: progress.advance(task))
     console.print(_table(recall))
     for answer in recall.answers if arguments.wrong else ():
         if not answer.right:
-            console.print(f"{answer.dialogue}: {answer.turn.user} [green]{answer.turn.answer}[/] [red]{answer.text!r}[/]", soft_wrap=True)
+            console.print(f"dialogue {answer.dialogue}: {answer.turn.user!r} is {answer.turn.answer!r}, not {answer.text!r}",
+                          markup=False, soft_wrap=True)
     right = sum(answer.right for answer in recall.answers)
-    console.print(f"{arguments.model}, {arguments.arithmetic} arithmetic: {right} of {len(recall.answers)} right, "
-                  f"[bold]{recall.accuracy:.1%}[/], in {arguments.dialogues} dialogues of {arguments.turns} turns, seed {arguments.seed}",
-                  soft_wrap=True)
+    console.print(f"{escape(arguments.model)}, {arguments.arithmetic} arithmetic: {right} of {len(recall.answers)} right, "
+                  f"[bold]{recall.accuracy:.1%}[/], in {arguments.dialogues} dialogues of {arguments.turns} turns, "
+                  f"seed {arguments.seed}", soft_wrap=True)
     return 0
 
 
@@ -40,7 +43,7 @@ def _table(recall: Recall) -> Table:
     """Right of asked: a row for each kind, a column for each number of turns between."""
     counts = recall.counts()
     distances = sorted({distance for _, distance in counts})
-    table = Table(box=box.SIMPLE_HEAD, title="right of asked, by the turns since it was said")
+    table = Table(box=box.SIMPLE_HEAD, title="right of asked, by how many turns ago it was said", title_justify="left")
     table.add_column("")
     for distance in distances:
         table.add_column(str(distance), justify="right", no_wrap=True)

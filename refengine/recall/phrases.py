@@ -123,7 +123,7 @@ SMALL_TALK = (
       "I like music.", "The sun is shining.", "We went for a walk.", "I am at home now.", "It is late.", "I slept well.",
       "I am hungry.", "The train was late again.", "There is snow on the roof.", "I read a good book."), _SEE),
     (("What is the capital of {p}?", "Who wrote {p}?", "How far is {p}?", "What is the meaning of life?",
-      "What time is it?", "What is two plus two?", "How is the weather in {p}?", "Who is the king of {p}?", "What is a cache?",
-      "Why is the sky blue?", "When was {p} built?", "Can you explain {p} to me?", "What happened in {p}?", "And a prefix?",
-      "How many people live in {p}?"), _UNKNOWN),
+      "What time is it?", "What is two plus two?", "How is the weather in {p}?", "Who is the king of {p}?",
+      "What is a cache?", "Why is the sky blue?", "When was {p} built?", "Can you explain {p} to me?",
+      "What happened in {p}?", "And a prefix?", "How many people live in {p}?"), _UNKNOWN),
 )
