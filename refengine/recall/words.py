@@ -7,14 +7,14 @@ import zlib
 _ONSETS = ("b br c ch cl d dr f fl fr g gl gr h j k kl l m n p pl pr qu r s sh sk sl sn sp st t th tr v w y z").split()
 _VOWELS = "a e i o u a e i o u ai ea ee oo ou ia io ö é ü".split()
 _CODAS = ["", "", "", *"b ck d f g k l ll m n nd ng nt p r rd rk rn s sh ss st t th v x z".split()]
-_PEOPLE = """Ada Ben Cleo Dan Emma Finn Grace Hugo Iris Jack Kate Leo Mia Nora Oscar Paul Rosa Sam Tara Uma
+_WORDS = {
+    "name": """Ada Ben Cleo Dan Emma Finn Grace Hugo Iris Jack Kate Leo Mia Nora Oscar Paul Rosa Sam Tara Uma
     Victor Wendy Yara Zoe Anna Boris Carla David Elena Frank Greta Henry Ivan Julia Karl Laura Marco
     Nina Otto Peter Rita Simon Tina Vera Alice Bob Charlie Max Bella Luna Rex Milo Buddy Rocky Daisy
-    Coco Oliver Tom Maria John Sarah James Lisa Eva Omar Ali Chen Yuki Ravi Priya Olga""".split()
-_PLACES = """Paris London Rome Berlin Madrid Oslo Tokyo Cairo Lima Vienna Prague Dublin Athens Boston Chicago
+    Coco Oliver Tom Maria John Sarah James Lisa Eva Omar Ali Chen Yuki Ravi Priya Olga""",
+    "place": """Paris London Rome Berlin Madrid Oslo Tokyo Cairo Lima Vienna Prague Dublin Athens Boston Chicago
     Sydney Toronto Delhi Lisbon Warsaw Zurich Geneva Lyon Munich Hamburg Naples Kyoto Seoul Havana
-    Nairobi Denver Austin Dallas Porto Bergen Malmo""".split()
-_WORDS = {
+    Nairobi Denver Austin Dallas Porto Bergen Malmo""",
     "colour": """red blue green yellow black white grey brown pink purple orange silver golden violet turquoise beige
     crimson indigo scarlet olive""",
     "food": """pizza soup rice bread pasta salad sushi curry cake cheese pancakes stew porridge lasagna tacos
@@ -39,6 +39,10 @@ def is_held_out(value: str) -> bool:
     return zlib.crc32(value.lower().encode()) % 5 == 0
 
 
+_BY_SIDE = {side: [word.lower() for words in _WORDS.values() for word in words if is_held_out(word) == side]
+            for side in (False, True)}
+
+
 class Values:
     """Draws values that differ from each other. held_out: only such values, else none of them. lower: in lower case."""
 
@@ -61,10 +65,16 @@ class Values:
             return str(rng.randint(2, 99))
         if kind == "time":
             return f"{rng.randint(1, 12)}:{rng.choice((0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55)):02}"
-        if kind in ("name", "place"):
-            real = rng.random() < 0.3
-            return rng.choice(_PEOPLE if kind == "name" else _PLACES) if real else self._made_up().capitalize()
-        return rng.choice(_WORDS[kind]) if rng.random() < 0.7 else self._made_up()
+        # NOTE: few real ones. What comes from a short list can be told from its first letters, and need not be copied.
+        real = rng.random() < 0.3
+        word = rng.choice(_WORDS[kind]) if real else self._blend() if rng.random() < 0.5 else self._made_up()
+        return word.capitalize() if kind in ("name", "place") else word
+
+    def _blend(self) -> str:
+        """The beginning of one word and the end of another, both from the same side of what is held out."""
+        one, other = (self.rng.choice(_BY_SIDE[self.held_out]) for _ in range(2))
+        word = one[:self.rng.randint(1, len(one) - 1)] + other[self.rng.randint(1, len(other) - 1):]
+        return word if len(word) > 2 else one + other
 
     def _made_up(self) -> str:
         syllables = self.rng.choice((1, 2, 2, 2, 3))
