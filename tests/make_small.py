@@ -25,7 +25,7 @@ from refengine.recall.dialogues import Dialogue, dialogue
 from refengine.safetensors_file import write_safetensors
 
 FOLDER = Path(__file__).parent.parent / "refengine" / "data" / "small"
-VOCAB = 1024
+VOCAB = 512
 CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "attention_bias": False,
           "rms_norm_eps": 1e-6, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
           "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 512, "vocab_size": VOCAB,
@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
     (Adam), and of the matrices (Muon)."""
 
     seed: int = 7
-    steps: int = 6000
+    steps: int = 3500
     tokens: int = 2048
     rate: float = 3e-3
     matrix_rate: float = 0.02

@@ -1,6 +1,7 @@
 """What the dialogues are made of: topics with the sentences that say, ask for and answer them, and small talk. Floor 7."""
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -127,3 +128,7 @@ SMALL_TALK = (
       "What is a cache?", "Why is the sky blue?", "When was {p} built?", "Can you explain {p} to me?",
       "What happened in {p}?", "And a prefix?", "How many people live in {p}?"), _UNKNOWN),
 )
+
+_TEXTS = (*(text for topic in (*TOPICS, LIST) for text in (*topic.keys, *topic.says, *topic.asks, topic.answer, topic.untold)),
+          *(text for forms, answer in SMALL_TALK for text in (*forms, answer)), *LIST_ADDS, *CORRECTIONS, *CORRECTED, *SYSTEMS)
+PHRASE_WORDS = sorted({word for text in _TEXTS for word in re.findall(r"[a-z]{3,}", text.lower())})

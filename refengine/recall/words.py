@@ -4,6 +4,8 @@ from __future__ import annotations
 import random
 import zlib
 
+from refengine.recall.phrases import PHRASE_WORDS
+
 _ONSETS = ("b br c ch cl d dr f fl fr g gl gr h j k kl l m n p pl pr qu r s sh sk sl sn sp st t th tr v w y z").split()
 _VOWELS = "a e i o u a e i o u ai ea ee oo ou ia io ö é ü".split()
 _CODAS = ["", "", "", *"b ck d f g k l ll m n nd ng nt p r rd rk rn s sh ss st t th v x z".split()]
@@ -39,8 +41,10 @@ def is_held_out(value: str) -> bool:
     return zlib.crc32(value.lower().encode()) % 5 == 0
 
 
-_BY_SIDE = {side: [word.lower() for words in _WORDS.values() for word in words if is_held_out(word) == side]
-            for side in (False, True)}
+# What blends are made of. The words of the phrases are among them on both sides: a piece that a model has only ever seen in
+# its own sentences is one that it cannot copy.
+_PIECES = {side: [*PHRASE_WORDS, *(word.lower() for words in _WORDS.values() for word in words if is_held_out(word) == side)]
+           for side in (False, True)}
 
 
 class Values:
@@ -71,8 +75,8 @@ class Values:
         return word.capitalize() if kind in ("name", "place") else word
 
     def _blend(self) -> str:
-        """The beginning of one word and the end of another, both from the same side of what is held out."""
-        one, other = (self.rng.choice(_BY_SIDE[self.held_out]) for _ in range(2))
+        """The beginning of one word and the end of another."""
+        one, other = (self.rng.choice(_PIECES[self.held_out]) for _ in range(2))
         word = one[:self.rng.randint(1, len(one) - 1)] + other[self.rng.randint(1, len(other) - 1):]
         return word if len(word) > 2 else one + other
 
