@@ -1,5 +1,5 @@
 """Trains the built-in model `small` anew: python tests/make_small.py. Its result is committed. Needs torch and transformers
-(`pip install 'refengine[train]'`) and less than an hour of one core.
+(`pip install 'refengine[train]'`) and half an hour of one core. make_small_card.py then writes its README.
 
 Dialogues of refengine.recall, none of whose values is one that the measure holds out; a byte-level BPE trained on them; a
 Qwen3 of a million parameters; loss on what the assistant says. The dialogues grow longer as the training goes on. The same
@@ -22,6 +22,7 @@ from make_tiny import write_text_side
 from tokenizers import Tokenizer
 
 from refengine.recall.dialogues import Dialogue, dialogue
+from refengine.recall.phrases import SMALL_TALK
 from refengine.safetensors_file import write_safetensors
 
 FOLDER = Path(__file__).parent.parent / "refengine" / "data" / "small"
@@ -69,6 +70,11 @@ def segments(said: Dialogue, rng: random.Random) -> list[tuple[str, bool]]:
     return pieces[:-1]
 
 
+def plain_text(rng: random.Random) -> list[tuple[str, bool]]:
+    """A text outside a conversation, for those who only want to have one continued."""
+    return [(f"{rng.choice(SMALL_TALK)[1]}<|im_end|>", True)]
+
+
 def encoded(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Sample:
     """The pieces meet at control tokens, so they can be encoded alone."""
     ids, learned = [], []
@@ -83,7 +89,8 @@ def batches(tokenizer: Tokenizer, rng: random.Random, tokens: int, progress: Cal
     """Batches of conversations of nearly one length. progress: 0 to 1."""
     while True:
         most = 2 + round(6 * min(1.0, progress() / 0.6))        # turns: 2 at first, 8 from here on
-        pool = [encoded(tokenizer, segments(dialogue(rng, rng.randint(2, most)), rng)) for _ in range(1024)]
+        pool = [encoded(tokenizer, segments(dialogue(rng, rng.randint(2, most)), rng)) for _ in range(1000)]
+        pool += [encoded(tokenizer, plain_text(rng)) for _ in range(24)]
         pool.sort(key=lambda sample: len(sample[0]))
         ready, batch = [], []
         for sample in pool:
@@ -204,7 +211,14 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = Recipe(**{name: getattr(arguments, name) for name in Recipe._fields})
     tokenizer = trained_tokenizer(arguments.out, recipe.seed)
-    write(train(tokenizer, recipe, arguments.stop_after, save=lambda model: write(model, arguments.out)), arguments.out)
+    with (arguments.out / "training.log").open("w", encoding="utf-8") as file:
+        def log(line: str) -> None:
+            print(line, flush=True)
+            print(line, file=file, flush=True)
+
+        log(json.dumps(recipe._asdict()))
+        model = train(tokenizer, recipe, arguments.stop_after, log, lambda model: write(model, arguments.out))
+    write(model, arguments.out)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def test_pieces_encoded_alone_are_the_whole_text_encoded(maker):
         ids, learned = maker.encoded(tokenizer.backend, pieces)
         assert ids == tokenizer.backend.encode("".join(text for text, _ in pieces), add_special_tokens=False).ids
         assert len(ids) == len(learned) and any(learned) and not all(learned)
+    assert all(maker.encoded(tokenizer.backend, maker.plain_text(random.Random(0)))[1])
 
 
 def test_batches_hold_so_many_tokens_and_grow_longer(maker):
@@ -69,7 +70,7 @@ def test_training_writes_a_model_that_is_better_than_none(maker, tmp_path):
     maker.write(maker.train(tokenizer, recipe, 20, lines.append), tmp_path)
     assert load_model(tmp_path).config.vocab == maker.VOCAB and (load_model(tmp_path).logits([1, 2, 3]) != first).any()
     losses = [float(re.search(r"loss ([\d.]+)", line)[1]) for line in lines if "loss" in line]
-    assert losses[0] > 6.5 and losses[1] < losses[0] - 1
+    assert losses[0] > 5.8 and losses[1] < losses[0] - 1
 
 
 def test_the_same_seed_trains_the_same_weights(maker, tmp_path):
