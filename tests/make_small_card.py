@@ -29,16 +29,18 @@ So a chat over a wrongly reused cache says something wrong that everybody can se
 
 ## Data
 
-Dialogues that [refengine.recall](../../recall/dialogues.py) writes from a seed: facts, corrections ("No, it is ..."), lists and
-what is added to them, questions about what was said and what was not, small talk, a system prompt in some, and in some
-thoughts before the answer (after the system prompt "Think before you answer."). All text is made by that generator; none is
-from elsewhere. Values are mostly made-up words, pieces of words put together, and numbers, so that an answer must be copied
-and cannot be known. A fifth of all values, chosen by their CRC-32, is never in a training dialogue: the measure uses only those.
+Dialogues that [refengine.recall](../../recall/dialogues.py) writes from a seed: facts, corrections ("No, it is ..."), lists
+and what is added to them, questions about what was said and what was not, small talk, a system prompt in some, and in some
+thoughts before the answer (after the system prompt "Think before you answer."). All text is made by that generator; none
+is from elsewhere. Values are mostly made-up words, pieces of words put together, and numbers, so that an answer must be
+copied and cannot be known. A fifth of all values, chosen by their CRC-32, is never in a training dialogue: the measure
+uses only those.
 
 ## Training
 
-`python tests/make_small.py` (with the extra `train`): {first_line}; one thread of {processor}. Seed {seed}, {steps:,} steps of
-{tokens:,} tokens, {minutes:.0f} minutes on a machine that had other work. [training.log](training.log):
+`python tests/make_small.py` (with the extra `train`). {first_line}; one thread of {processor}.
+Seed {seed}, {steps:,} steps of {tokens:,} tokens, {minutes:.0f} minutes on a machine that had other work.
+[training.log](training.log):
 
 | step | loss | tokens right | tokens seen |
 |---:|---:|---:|---:|
@@ -46,15 +48,17 @@ and cannot be known. A fifth of all values, chosen by their CRC-32, is never in 
 
 ## Recall
 
-Of questions about what was said, how many are answered with all values that were said last and none that was corrected since;
-the values are held out. The history is of the model's own answers. Exact arithmetic, unless said: the same figures everywhere.
+Of the questions about what was said, how many are answered with all values that were said last, in order, and none that was
+corrected since. The values are held out; the history is of the model's own answers. Exact arithmetic gives these figures
+everywhere.
 
 {recall}
 
 ## Limits
 
-It was trained on dialogues of two to eight turns, in a few hundred forms of sentences, in English. In longer ones, and with
-other words, it errs more. It does not know anything about the world and is no example of what a model of this architecture can do.
+It was trained on dialogues of two to eight turns, in a few hundred forms of sentences, in English. In longer ones, and
+with other words, it errs more. It knows nothing about the world, and is no example of what a model of this architecture
+can do.
 """
 
 
@@ -73,7 +77,8 @@ def block(command: str) -> str:
 def card() -> str:
     log = (FOLDER / "training.log").read_text(encoding="utf-8").splitlines()
     recipe = json.loads(log[0])
-    steps = [re.fullmatch(r"step +(\d+) loss ([\d.]+) right ([\d.]+) length \d+ tokens ([\d,]+) (\d+) s", line) for line in log[2:]]
+    form = re.compile(r"step +(\d+) loss ([\d.]+) right ([\d.]+) length \d+ tokens ([\d,]+) (\d+) s")
+    steps = [form.fullmatch(line) for line in log[2:]]
     rows = (f"| {m[1]} | {m[2]} | {float(m[3]):.1%} | {m[4]} |" for m in steps if int(m[1]) % 500 == 0)
     return CARD.format(**recipe, first_line=log[1], minutes=int(steps[-1][5]) / 60, rows="\n".join(rows),
                        parameters=sum(prod(shape) for shape in load_model("small").config.tensors().values()),

@@ -102,7 +102,7 @@ def test_it_is_a_qwen3_of_one_to_three_million_parameters_in_less_than_8_mb():
 def test_the_card_says_how_it_was_trained():
     card, log = ((FOLDER / name).read_text(encoding="utf-8") for name in ("README.md", "training.log"))
     recipe = json.loads(log.splitlines()[0])
-    assert f"Seed {recipe['seed']}, {recipe['steps']:,} steps of\n{recipe['tokens']:,} tokens" in card
+    assert f"Seed {recipe['seed']}, {recipe['steps']:,} steps of {recipe['tokens']:,} tokens" in card
     assert f"step {recipe['steps']:5} loss" in log.splitlines()[-1]
     parameters = sum(prod(shape) for shape in load_model("small").config.tensors().values())
     assert f"A Qwen3 of {parameters:,} parameters" in card
