@@ -21,11 +21,11 @@ OTHER_COMMANDS = ("recall --dialogues 1000 --seed 1 --arithmetic native", "recal
 CARD = """\
 # small
 
-A Qwen3 of {parameters:,} parameters ({config[num_hidden_layers]} layers, hidden size {config[hidden_size]}, \
-{config[num_attention_heads]} query heads and {config[num_key_value_heads]} K/V heads of {config[head_dim]}, \
-{config[vocab_size]} ids; {size:.1f} MB in BF16). It answers from its
-conversation and knows nothing else: names, numbers, times, places and lists that it was told, as they were last corrected.
-So a chat over a wrongly reused cache says something wrong that everybody can see.
+A Qwen3 of {parameters:,} parameters: {config[num_hidden_layers]} layers, hidden size {config[hidden_size]}, \
+{config[num_attention_heads]} query heads and {config[num_key_value_heads]} K/V heads of {config[head_dim]},
+{config[vocab_size]} ids; {size:.1f} MB in BF16. It answers from its conversation and knows nothing else: names, numbers, times,
+places and lists that it was told, as they were last corrected. So a chat over a wrongly reused cache says something wrong
+that everybody can see.
 
 ## Data
 
@@ -38,7 +38,7 @@ uses only those.
 
 ## Training
 
-`python tests/make_small.py` (with the extra `train`). {first_line}; one thread of {processor}.
+`python tests/make_small.py`, with the extra `train`: {versions}; one thread of {processor}.
 Seed {seed}, {steps:,} steps of {tokens:,} tokens, {minutes:.0f} minutes on a machine that had other work.
 [training.log](training.log):
 
@@ -80,7 +80,7 @@ def card() -> str:
     form = re.compile(r"step +(\d+) loss ([\d.]+) right ([\d.]+) length \d+ tokens ([\d,]+) (\d+) s")
     steps = [form.fullmatch(line) for line in log[2:]]
     rows = (f"| {m[1]} | {m[2]} | {float(m[3]):.1%} | {m[4]} |" for m in steps if int(m[1]) % 500 == 0)
-    return CARD.format(**recipe, first_line=log[1], minutes=int(steps[-1][5]) / 60, rows="\n".join(rows),
+    return CARD.format(**recipe, versions=log[1].partition(" parameters, ")[2], minutes=int(steps[-1][5]) / 60, rows="\n".join(rows),
                        parameters=sum(prod(shape) for shape in load_model("small").config.tensors().values()),
                        config=json.loads((FOLDER / "config.json").read_text(encoding="utf-8")),
                        size=(FOLDER / "model.safetensors").stat().st_size / 1e6, processor=describe()["processor"],

@@ -50,7 +50,7 @@ def test_its_card_has_what_the_measure_gives_and_that_is_at_least_95_of_100():
 
 def test_a_cache_reused_by_length_alone_shows_in_the_answers():
     right, broken = (recall_of(20, arithmetic="native", kind=kind).accuracy for kind in (Chat, ReusesByLength))
-    assert right >= 0.95 and broken < 0.5
+    assert right >= 0.95 and broken < 0.7
 
 
 def test_an_edited_fact_is_answered_as_edited_and_by_a_broken_cache_as_it_was():
@@ -69,9 +69,9 @@ def test_answers_are_the_same_with_the_cache_off():
 
 
 FOUR_TURNS = (("My dog is called Rondo.", "Noted: your dog is called Rondo.", 0),
-              ("No, it is Milka.", "Corrected: your dog is called Milka.", 0),
-              ("My shopping list: lamps, plums and glue.", "Noted: your shopping list has lamps, plums and glue.", 0),
-              ("What is my dog called?", "Your dog is called Milka.", 0))
+              ("No, it is Milka.", "Corrected: your dog is called Milka.", 32),
+              ("My shopping list: lamps, plums and glue.", "Noted: your shopping list has lamps, plums and glue.", 67),
+              ("What is my dog called?", "Your dog is called Milka.", 117))
 
 
 @pytest.mark.parametrize("kind", ("sequential", "pipelined"))
@@ -105,7 +105,7 @@ def test_the_card_says_how_it_was_trained():
     assert f"Seed {recipe['seed']}, {recipe['steps']:,} steps of {recipe['tokens']:,} tokens" in card
     assert f"step {recipe['steps']:5} loss" in log.splitlines()[-1]
     parameters = sum(prod(shape) for shape in load_model("small").config.tensors().values())
-    assert f"A Qwen3 of {parameters:,} parameters" in card
+    assert f"A Qwen3 of {parameters:,} parameters" in card and f"\n{parameters:,} parameters" in log
 
 
 def test_a_command_measures_it(capsys):

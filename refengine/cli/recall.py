@@ -43,11 +43,11 @@ def _table(recall: Recall) -> Table:
     """Right of asked: a row for each kind, a column for each number of turns between."""
     counts = recall.counts()
     distances = sorted({distance for _, distance in counts})
-    table = Table(box=box.SIMPLE_HEAD, title="right of asked, by how many turns ago it was said", title_justify="left")
-    table.add_column("")
+    table = Table(box=box.SIMPLE_HEAD, title="right of asked, by turns since it was said", title_justify="left")
+    table.add_column("", no_wrap=True)
     for distance in distances:
         table.add_column(str(distance), justify="right", no_wrap=True)
     for kind in KINDS:
         cells = [counts.get((kind, distance)) for distance in distances]
-        table.add_row(kind, *("{} of {}".format(*cell) if cell else "-" for cell in cells))
+        table.add_row(kind, *("{}/{}".format(*cell) if cell else "-" for cell in cells))
     return table
