@@ -27,6 +27,9 @@ class BackendError(RefengineError):
     """A backend is not installed, or cannot run this model. The message says what to do."""
 
 
+KINDS = ("f32", "f16", "bf16", "q8_0", "q8_k", "stored")
+
+
 class Precision(NamedTuple):
     """How a backend rounds: what its activations, the inputs of its products, its K/V and its weights are kept in.
 
@@ -46,6 +49,10 @@ class Backend(Engine):
     prefix_reuse_feeds_full_sequence = False
     precision = Precision()
     version = ""
+    scores = "logits"
+    """Or "log-probabilities", minus infinity where it does not tell one."""
+    reused: int | None = None
+    """Tokens that it found in a cache of its own, where it is that which looks for them."""
     source: str | os.PathLike | None = None
     """The files that it reads, when they are not those that it was opened with."""
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from refengine.backends import Backend, BackendError, Precision
+from refengine.backends import KINDS, Backend, BackendError, Precision
 
 TIMEOUT = 120.0  # seconds for one answer
 
@@ -51,8 +51,8 @@ class WorkerBackend(Backend):
         about = self._ask({"op": "hello"}, name=str, vocab=int, capacity=int)
         self.name, self.version = about["name"], str(about.get("version", ""))
         given = about.get("precision", {})
-        if not isinstance(given, dict) or not set(given) <= set(Precision._fields) or not set(given.values()) <= {
-                "f32", "f16", "bf16", "q8_0", "q8_k", "stored"}:
+        if not isinstance(given, dict) or not set(given) <= set(Precision._fields) or not all(
+                kind in KINDS for kind in given.values()):
             raise self._fail(f"precision is {given!r}")
         self.precision = Precision(**given)
         if about["vocab"] < 1 or about["capacity"] < 1:

@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("validate", help="judge another backend: its forward pass, and its prefix cache")
     check.add_argument("--backend", required=True, metavar="NAME[:option=value,...]", help="refengine, transformers (dtype=, attention=), "
-                       "llama.cpp (weights=, kv=), mlx (dtype=, cache=), worker:COMMAND, files:TRACE.safetensors")
+                       "llama.cpp (weights=, kv=), mlx (dtype=, cache=), openai:URL (a server), worker:COMMAND, files:TRACE.safetensors")
     check.add_argument("--model", required=True, metavar="PATH")
     check.add_argument("--capacity", type=int, default=1024, help="its context (default %(default)s)")
     check.add_argument("--prompts", metavar="FILE.json", help="lists of token ids, instead of the built-in prompts")

@@ -20,7 +20,7 @@ import numpy as np
 from refengine.backends import Precision
 from refengine.checkpoint import Checkpoint
 from refengine.model import Model
-from refengine.validate.metrics import compare, relative
+from refengine.validate.metrics import compare, log_softmax, relative
 from refengine.weights import load_weights
 from refkernels import arithmetic
 
@@ -76,19 +76,20 @@ class RoundedCheckpoint(Checkpoint):
 
 
 class Envelope:
-    """The reference of one backend, and its placements."""
+    """The reference of one backend, and its placements. scores: what is compared, "logits" or "log-probabilities"."""
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision):
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, scores: str = "logits"):
         if precision.weights != "stored":
             checkpoint = RoundedCheckpoint(checkpoint, precision.weights)
-        self.precision, self.config = precision, checkpoint.config
+        self.precision, self.config, self.scores = precision, checkpoint.config, scores
         self.model, self._float = (Model(checkpoint.config, load_weights(checkpoint, op), op, checkpoint)
                                    for op in (arithmetic("native64"), arithmetic("native")))
 
     def run(self, ids: Sequence[int], see: Callable[[str, np.ndarray], np.ndarray] | None = None, model: Model | None = None) -> np.ndarray:
-        """(T, V) logits of ids from nothing, each activation through ``see``."""
+        """(T, V) scores of ids from nothing, each activation through ``see``."""
         model = model or self.model
-        return model.run(model.new_cache(len(ids), 64), np.array(ids), every=True, tap=see)
+        logits = model.run(model.new_cache(len(ids), 64), np.array(ids), every=True, tap=see)
+        return logits if self.scores == "logits" else log_softmax(logits.astype(np.float64))
 
     def placements(self) -> Iterable[tuple[str, Model, dict[str, Rounding]]]:
         """Name, which model runs, and what rounds activations, inputs and K/V. Each is whole: all that the precision rounds."""
@@ -112,11 +113,11 @@ class Envelope:
             return new
         return see
 
-    def floors(self, ids: Sequence[int]) -> Floors:
-        """What right arithmetic of this precision is away from the reference, on some ids."""
+    def floors(self, ids: Sequence[int], known: np.ndarray | None = None) -> Floors:
+        """What right arithmetic of this precision is away from the reference, on some ids. known: see `compare`."""
         want = self.run(ids)
-        figures = {name: compare(want, self.run(ids, self.tap(rounds), model)) for name, model, rounds in self.placements()}
-        return Floors(want, figures)
+        figures = {name: compare(want, self.run(ids, self.tap(rounds), model), known) for name, model, rounds in self.placements()}
+        return Floors(want, figures, known)
 
     def floors_of(self, want: dict[str, np.ndarray], collect: Callable[[Model, Callable], dict[str, np.ndarray]]) -> dict[str, float]:
         """The same of activations: name -> largest relative distance. collect: runs a model through a tap, see `locate`."""
@@ -132,16 +133,16 @@ class Floors:
 
     JUDGED = ("nmse", "kl_forward", "worst")
 
-    def __init__(self, want: np.ndarray, figures: dict[str, dict]):
-        self.want, self.figures = want, figures
+    def __init__(self, want: np.ndarray, figures: dict[str, dict], known: np.ndarray | None = None):
+        self.want, self.figures, self._known = want, figures, known
         each = {name: [_judged(figure, name) for figure in figures.values()] for name in self.JUDGED}
         self.floor = {name: max(values) for name, values in each.items()}
         beyond = [sorted(values)[-1] / max(sorted(values)[-2], 1e-300) for values in each.values()]
         self.slack = max(2.0, *beyond)
 
     def ratios(self, got: np.ndarray) -> tuple[dict, dict[str, float]]:
-        """(figures of a backend's logits, each judged figure over its floor)."""
-        figures = compare(self.want, got)
+        """(figures of a backend's scores, each judged figure over its floor)."""
+        figures = compare(self.want, got, self._known)
         return figures, {name: _judged(figures, name) / max(self.floor[name], 1e-300) for name in self.JUDGED}
 
     def positions(self, figures: dict) -> np.ndarray:

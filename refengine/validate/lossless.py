@@ -26,6 +26,7 @@ class TolerantPlayer(Player):
 
     def __init__(self, engine: Engine, truth: Callable, most: float):
         super().__init__(engine, truth, poison=False)
+        self._partial = getattr(engine, "scores", "logits") != "logits"
         self.most, self.compared, self.unequal, self.largest = most, 0, 0, 0.0
         self.first: list[Op] | None = None       # the operations up to the first difference in bits
 
@@ -38,13 +39,16 @@ class TolerantPlayer(Player):
         self.unequal += 1
         self.first = self.first or list(self.played)
         a, b = logits.astype(np.float64), want.astype(np.float64)
+        if self._partial:                         # of what both tell
+            told = np.isfinite(a) & np.isfinite(b)
+            a, b = a[told], b[told]
         distance = float(np.sqrt(((a - b)**2).mean() / (b**2).mean()))
         self.largest = max(self.largest, distance) if np.isfinite(distance) else np.inf
         if not distance <= self.most:
             self._fail(f"{what}: far beyond rounding, relative distance", f"at most {self.most:.1e}", f"{distance:.1e}")
 
     def _check_choice(self, count: int, token: int, want: np.ndarray) -> None:
-        near = self.most * 4 * np.sqrt((want.astype(np.float64)**2).mean())
+        near = self.most * 4 * np.sqrt((want[np.isfinite(want)].astype(np.float64)**2).mean())
         if want[token] < want.max() - near:       # not one of those that rounding can put first
             super()._check_choice(count, token, want)
 

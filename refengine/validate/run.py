@@ -20,6 +20,8 @@ from refengine.validate.outcome import Check, Report
 from refengine.validate.prompts import prompts
 from refengine.validate.subject import Subject
 
+_SCORES = {"logits": "logits raw, KL in nats of softmaxed rows",
+           "log-probabilities": "log-probabilities, those that the backend tells; KL in nats, with all others as one event"}
 CHECKS = ("preflight", "forward", "location", "cache")
 
 
@@ -30,8 +32,8 @@ def validate(subject: Subject, *, own: Sequence[Sequence[int]] = (), longest: in
     failing history is written. A check that raises is an "error", and the ones that need it are skipped."""
     report = Report({"backend": subject.name, "version": subject.version, "precision": subject.precision._asdict(),
                      "model": Path(subject.model).name, "refengine": refengine.__version__, "machine": describe(),
-                     "reference": "our forward in float64, of the weights that the backend reads; prompts are forced, logits raw, "
-                                  "KL in nats of softmaxed rows, all positions"}, expected=frozenset(expected))
+                     "reference": "our forward in float64, of the weights that the backend reads; prompts are forced, all positions; "
+                                  + _SCORES[subject.scores]}, expected=frozenset(expected))
     state: dict[str, Any] = {}
     for name, check in (("preflight", _preflight), ("forward", _forward), ("location", _location), ("cache", _cache)):
         on_step(name)
@@ -49,10 +51,12 @@ def validate(subject: Subject, *, own: Sequence[Sequence[int]] = (), longest: in
 
 
 def _preflight(subject: Subject, state: dict, *, own, longest, **_) -> Check:
-    envelope = state["envelope"] = Envelope(open_checkpoint(subject.source), subject.precision)
+    envelope = state["envelope"] = Envelope(open_checkpoint(subject.source), subject.precision, subject.scores)
     vocab, capacity = getattr(subject.engine, "vocab", None), getattr(subject.engine, "capacity", None)
     own = [subject.ids] if hasattr(subject, "ids") else own
     state["prompts"] = prompts(open_checkpoint(subject.model), min(longest, capacity or longest), own)
+    unfit = [name for name, ids in state["prompts"].items() if ids and not subject.takes(ids)]
+    state["prompts"] = {name: ids for name, ids in state["prompts"].items() if name not in unfit}
     problems = []
     if vocab is not None and vocab != envelope.config.vocab:
         problems.append(f"it knows {vocab} ids, the model has {envelope.config.vocab}")
@@ -62,27 +66,32 @@ def _preflight(subject: Subject, state: dict, *, own, longest, **_) -> Check:
                                                                    (bad, "not ids of the vocabulary")) if names]
     if problems or not state["prompts"]:
         return Check("preflight", "fail", "; ".join(problems) or "there is no prompt that fits")
-    return Check("preflight", "pass", f"{envelope.config.vocab} ids, context of {capacity}; ids are given, so no text is compared",
-                 {"vocab": vocab, "context": capacity, "prompts": {name: len(ids) for name, ids in state["prompts"].items()}})
+    left_out = f"; left out, as their text has other ids: {', '.join(unfit)}" if unfit else ""
+    given = "prompts go as text, and come to the same ids" if subject.as_text else "ids are given, so no text is compared"
+    return Check("preflight", "pass", f"{envelope.config.vocab} ids, context of {capacity}; {given}{left_out}",
+                 {"vocab": vocab, "context": capacity, "left_out": unfit,
+                  "prompts": {name: len(ids) for name, ids in state["prompts"].items()}})
 
 
 def _forward(subject: Subject, state: dict, **_) -> Check:
     envelope, found, worst, slack = state["envelope"], {}, ("", 0.0), 2.0
-    every = {name: envelope.floors(ids) for name, ids in state["prompts"].items()}
+    every, rows, told = {}, {}, subject.scores == "logits"
+    for name, ids in state["prompts"].items():
+        got = rows[name] = np.asarray(subject.rows(ids))
+        if got.shape != (len(ids), envelope.config.vocab):
+            return Check("forward", "fail", f"{name}: {subject.scores} have shape {got.shape}, but should have "
+                                            f"{(len(ids), envelope.config.vocab)}")
+        fit = np.isfinite(got) if told else got < np.inf
+        if not fit.all():
+            state["worst"], state["slack"] = name, 2.0
+            return Check("forward", "fail", f"{name}: {subject.scores} of position {int(np.argmin(fit.all(axis=1)))} are not finite")
+        every[name] = envelope.floors(ids, None if told else np.isfinite(got))
     for judged in Floors.JUDGED:  # a short prompt has few numbers to tell its floor from: it is at least what is usual
         usual = statistics.median(floors.floor[judged] for floors in every.values())
         for floors in every.values():
             floors.floor[judged] = max(floors.floor[judged], usual)
-    for name, ids in state["prompts"].items():
-        floors = every[name]
-        got = np.asarray(subject.rows(ids))
-        if got.shape != floors.want.shape:
-            return Check("forward", "fail", f"{name}: logits have shape {got.shape}, but should have {floors.want.shape}")
-        if not np.isfinite(got).all():
-            at = int(np.flatnonzero(~np.isfinite(got).all(axis=1))[0])
-            state["worst"], state["slack"] = name, 2.0
-            return Check("forward", "fail", f"{name}: logits of position {at} are not finite")
-        figures, ratios = floors.ratios(got)
+    for name, floors in every.items():
+        figures, ratios = floors.ratios(rows[name])
         by_position = floors.positions(figures)
         beyond = np.flatnonzero(by_position > 2 * floors.slack)
         found[name] = figures | {"ratios": ratios, "floors": floors.floor, "slack": floors.slack,
@@ -120,13 +129,12 @@ def _location(subject: Subject, state: dict, **_) -> Check:
 def _cache(subject: Subject, state: dict, *, histories, seed, trace, **_) -> Check:
     if histories < 1:
         return Check("cache", "skip", "no histories were asked for")
-    if subject.engine is None:
-        return Check("cache", "skip", "a file has no cache")
-    cold = subject.another()
     floor = state.get("floor")
-    if floor is None:
-        return Check("cache", "skip", "the forward pass could not be compared, so there is no floor")
+    if reason := subject.no_cache or (floor is None and "the forward pass could not be compared, so there is no floor"):
+        return Check("cache", "skip", reason)
+    cold = subject.another()
     most = 4 * state["slack"] * floor          # both sides are rounded, so they may be twice as far apart
+    before = getattr(subject.engine, "reused", None)
     figures = play(subject.engine, cold, state["envelope"].config.vocab, most, histories, seed)
     history = figures["violating"] or figures["first"]
     if history and trace is not None:
@@ -134,7 +142,12 @@ def _cache(subject: Subject, state: dict, *, histories, seed, trace, **_) -> Che
         figures["trace"] = Path(trace).name
     if figures["violation"]:
         return Check("cache", "fail", f"not lossless, and not by rounding: {figures['violation']}", figures)
-    rows = f"{figures['unequal']:,} of {figures['compared']:,} rows of logits differ in bits"
+    rows = f"{figures['unequal']:,} of {figures['compared']:,} rows of {subject.scores} differ in bits"
+    if before is not None:
+        figures["reused"] = subject.engine.reused - before
+        rows += f", {figures['reused']:,} tokens were reused"
+        if not figures["reused"]:
+            return Check("cache", "skip", f"it reused nothing in {figures['histories']} histories, so nothing is shown", figures)
     if figures["unequal"]:
         return Check("cache", "fail", f"not lossless in bits, within its rounding: {rows}, at most {figures['largest']:.1e} "
                      f"relative; cold against cold is {'equal' if figures['control'] else 'not equal either'}", figures)

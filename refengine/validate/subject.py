@@ -2,16 +2,18 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from refengine.backends import NAMES, Backend, BackendError, Precision, open_backend
+from refengine.backends import KINDS, NAMES, Backend, BackendError, Precision, open_backend
+from refengine.backends.openai import ServerBackend, whether_it_caches
 from refengine.backends.worker import WorkerBackend
 from refengine.engine import Engine
-from refengine.errors import InspectError
+from refengine.errors import InspectError, TokenizerError
 from refengine.inspect import activations, read_trace, trace
 from refengine.loading import load
 from refengine.model import Model, load_model
@@ -30,9 +32,19 @@ class Subject:
                  version: str = "", precision: Precision = Precision()):
         self.name, self.engine, self.model, self.source = name, engine, model, source or model
         self.version, self.precision = version, precision
+        self.scores = getattr(engine, "scores", "logits")
+
+    as_text = False
+    """Whether prompts go to it as text."""
+    no_cache = ""
+    """Why its cache cannot be judged."""
+
+    def takes(self, ids: Sequence[int]) -> bool:
+        """Whether it can be given these ids."""
+        return True
 
     def rows(self, ids: Sequence[int]) -> np.ndarray:
-        """(T, V) logits of ids from nothing."""
+        """(T, V) scores of ids from nothing: logits, or log-probabilities, minus infinity where they are not told."""
         return self.engine.rows(ids)
 
     def activations(self, ids: Sequence[int], names: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
@@ -77,6 +89,48 @@ class _Ours(Subject):
         return load(self._model, **self._settings)
 
 
+class _Server(Subject):
+    """A server at an address; OPTIONS beside it, and the fields of its `Precision`, which it cannot tell itself."""
+
+    OPTIONS = {"top": int, "model": str}
+
+    def __init__(self, url: str, model: str | os.PathLike, capacity: int, options: Mapping[str, str]):
+        checkpoint, settings, precision = open_checkpoint(model), {"capacity": capacity}, {}
+        try:
+            for option, value in options.items():
+                if option in Precision._fields and value in KINDS:
+                    precision[option] = value
+                else:
+                    settings[option] = self.OPTIONS[option](value)
+            if settings.get("top", 1) < 1:
+                raise ValueError
+        except (KeyError, ValueError):
+            raise BackendError(f"backend openai has no option {option}={value}; there are top=NUMBER, model=NAME and, of its "
+                               f"precision, {', '.join(Precision._fields)}={'|'.join(KINDS)}") from None
+        try:
+            tokenizer = checkpoint.tokenizer()
+        except TokenizerError:
+            tokenizer = None
+        self._open = lambda cache: ServerBackend(url, tokenizer, checkpoint.config.vocab, cache=cache,
+                                                 precision=Precision(**precision), **settings)
+        engine = self._open(True)
+        super().__init__("openai", engine, model, version=f"{engine.version} at {url}, top {engine.top} log-probabilities, prompts "
+                         f"as {'ids' if engine.takes_ids else 'text'}", precision=engine.precision)
+        self.as_text = not engine.takes_ids
+
+    def takes(self, ids):
+        return self.engine.takes(ids)
+
+    @property
+    def no_cache(self):
+        rng = random.Random(1)
+        prompt = [rng.randrange(self.engine.vocab) for _ in range(min(64, self.engine.capacity))]  # vLLM reuses blocks of 16
+        return whether_it_caches(self.engine, self._open(False), prompt)
+
+    def another(self):
+        return self._open(False)
+
+
 class _Worker(Subject):
     def __init__(self, command: str, model: str | os.PathLike):
         self._open = lambda: WorkerBackend(command)
@@ -94,6 +148,7 @@ class _File(Subject):
     """
 
     engine: None
+    no_cache = "a file has no cache"
 
     def __init__(self, path: Path, model: str | os.PathLike):
         self._arrays, header = read_trace(path)
@@ -117,7 +172,7 @@ class _File(Subject):
 
 
 def open_subject(spec: str, model: str | os.PathLike, capacity: int = 1024) -> Subject:
-    """"NAME", "NAME:option=value,...", "worker:COMMAND" or "files:TRACE.safetensors", over a model.
+    """"NAME", "NAME:option=value,...", "openai:URL,option=value,...", "worker:COMMAND" or "files:TRACE.safetensors", over a model.
 
     Raises BackendError, InspectError, CheckpointError, ConfigError.
     """
@@ -127,6 +182,7 @@ def open_subject(spec: str, model: str | os.PathLike, capacity: int = 1024) -> S
     if name == "files":
         return _File(Path(rest), model)
     options = {}
+    url, _, rest = rest.partition(",") if name == "openai" else ("", "", rest)
     for part in filter(None, rest.split(",")):
         option, equals, value = part.partition("=")
         if not equals:
@@ -134,6 +190,8 @@ def open_subject(spec: str, model: str | os.PathLike, capacity: int = 1024) -> S
         options[option] = value
     if name == "refengine":
         return _Ours(model, capacity, options)
+    if name == "openai":
+        return _Server(url, model, capacity, options)
     if name not in NAMES:
-        raise BackendError(f"backend {name!r} is not one of refengine, {', '.join(NAMES)}, worker, files")
+        raise BackendError(f"backend {name!r} is not one of refengine, {', '.join(NAMES)}, openai, worker, files")
     return _Theirs(name, model, capacity, options)
