@@ -1,6 +1,6 @@
 """Makes tests/goldens/*.json anew: python tests/make_goldens.py. Needs torch and transformers; its result is committed.
 
-A golden holds logits in float64 from the oracle (oracle.py). Two independent computations must agree before one is
+A golden holds logits in float64 from the oracle (refengine/vectors/oracle.py). Two independent computations must agree before one is
 written: the oracle, and transformers in float32 with eager attention. The code under test is not asked; it only makes
 the random checkpoints, whose hash the golden keeps.
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 
 from refengine.synth import write_checkpoint
+from refengine.vectors import oracle
 
 FOLDER = Path(__file__).parent / "goldens"
 LIMIT = 2e-5

@@ -1,24 +1,15 @@
 """Makes tests/vectors/v1 anew, or adds to it: python tests/make_vectors.py. No torch.
 
-A case is written only if two computations agree: the exact set, played through the script on an engine with a cache, and the
-oracle (oracle.py), which computes what is held then at once, in float64. They must be within the bound that the case will have.
-Ids come from the ledger: a case keeps its own, a new one gets the next, that of a removed one is retired.
+The models and the scripts of the set are written here; `refengine vectors make` does the same for a plan of your own.
 """
 import hashlib
-import json
-import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
-import oracle
-import safetensors.numpy
 
-from refengine.backends import Precision
-from refengine.loading import load
-from refengine.sources import open_checkpoint
 from refengine.synth import write_checkpoint
-from refengine.validate.envelope import Envelope
-from refengine.vectors import SCHEMA
+from refengine.vectors.make import PLAN, make
 
 FOLDER = Path(__file__).parent / "vectors" / "v1"
 _BASE = {"hidden_act": "silu", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -100,71 +91,22 @@ def scripts(model: str) -> dict[str, tuple[list[str], str, str, list[dict]]]:
                     [feed(0, 16), {"op": "generate", "count": 3}, trim(10), feed(70, 4), {"op": "generate", "count": 3}])}
 
 
-def main() -> None:
-    old = json.loads((FOLDER / "ledger.json").read_text()) if (FOLDER / "ledger.json").is_file() else {"given": {}, "retired": []}
-    shutil.rmtree(FOLDER / "models", ignore_errors=True)
-    cases, rows, digests, given = [], {}, {}, dict(old["given"])
+def plan(folder: Path) -> dict:
+    """The plan of the set; its models are written to the folder."""
+    cases = []
     for seed, (model, config) in enumerate(MODELS.items(), 1):
-        folder = FOLDER / "models" / model
-        folder.mkdir(parents=True)
-        write_checkpoint(folder, config, seed=seed)
-        digests[model] = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-        truth, floors = oracle.read(folder), {kind: Envelope(open_checkpoint(folder), Precision(kind, kind, kind, "stored" if kind == "f32" else kind))
-                                              for kind in ("f32", "f16", "bf16")}
+        (folder / model).mkdir(parents=True)
+        write_checkpoint(folder / model, config, seed=seed)
         for name, (faults, why, source, steps) in scripts(model).items():
-            title = f"{model}: {name}"
-            id = next((key for key, value in given.items() if value == title), None) or f"v1-{len(given) + 1:03}"
-            given[id] = title
-            cases.append(case(id, model, folder, [f for f in FORWARD[model] if name != "one token" or f not in BETWEEN] + faults, why, source, steps, truth, floors, rows))
-    retired = sorted(set(old["retired"]) | set(given) - {c["id"] for c in cases})
-    (FOLDER / "ledger.json").write_text(json.dumps({"given": given, "retired": retired}, indent=1) + "\n", encoding="utf-8")
-    lines = ",\n".join(json.dumps(c) for c in cases)
-    (FOLDER / "cases.json").write_text(f'{{"schema": "{SCHEMA}", "models": {json.dumps(digests)}, "cases": [\n{lines}\n]}}\n', encoding="utf-8")
-    safetensors.numpy.save_file(rows, FOLDER / "logits.safetensors")
-    print(len(cases), "cases,", sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()), "bytes")
+            hunts = [fault for fault in FORWARD[model] if name != "one token" or fault not in BETWEEN] + faults
+            cases.append({"title": f"{model}: {name}", "model": model, "hunts": hunts, "why": why, "source": source, "script": steps})
+    return {"schema": PLAN, "models": {model: folder / model for model in MODELS}, "cases": cases}
 
 
-def case(id, model, folder, hunts, why, source, steps, truth, floors, rows) -> dict:
-    """A case, computed twice. Raises SystemExit when the two do not agree."""
-    engine = load(folder, engine="pipelined", capacity=128, page_size=16)
-    script, found, wants, held = [], [], [], []
-    for step in steps:
-        step = dict(step)
-        if step["op"] == "feed":
-            engine.prefill(step["tokens"])
-            held = held + step["tokens"]
-        elif step["op"] == "generate":
-            count, step = step["count"], {"op": "generate", "ids": []}
-            for _ in range(count):
-                step["ids"].append(int(engine.logits.argmax()))
-                engine.prefill(step["ids"][-1:])
-            held = held + step["ids"]
-        elif step["op"] == "trim":
-            step["retained"] = engine.trim_kv_cache(step["length"])
-            held = held[:step["retained"]] if step["retained"] >= 0 else held
-        else:
-            engine.reset()
-            held = []
-        script.append(step)
-        if step["op"] in ("feed", "generate"):
-            found.append(engine.logits)
-            wants.append((list(held), truth.logits(held)[-1]))
-    wants, sequences = np.array([want for _, want in wants]), [held for held, _ in wants]
-    bounds = {}
-    for kind, envelope in floors.items():
-        # how far right arithmetic of this precision is from float64 of unrounded weights, and twice the slack among its placements
-        apart = []
-        for held in sequences:
-            base = truth.logits(held)
-            placed = [np.abs(envelope.run(held, envelope.tap(rounds), which) - base).max() for _, which, rounds in envelope.placements()]
-            apart.append(max(placed))
-        bounds[kind] = float(f"{4 * max(apart):.2e}")
-    far = float(np.abs(np.array(found, np.float64) - wants).max())
-    if not far <= bounds["f32"]:
-        raise SystemExit(f"{id}: exact and oracle are {far:.2e} apart, more than {bounds['f32']:.2e}; nothing is written")
-    rows[id] = wants
-    digest = hashlib.sha256(b"".join(x.astype("<f4").tobytes() for x in found)).hexdigest()
-    return {"id": id, "model": model, "hunts": hunts, "why": why, "source": source, "script": script, "bits": digest, "bounds": bounds}
+def main() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        count = make(plan(Path(made)), FOLDER, on_case=print)
+    print(count, "cases,", sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()), "bytes")
 
 
 if __name__ == "__main__":

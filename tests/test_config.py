@@ -4,13 +4,13 @@ import math
 import re
 
 import numpy as np
-import oracle
 import pytest
 from models import T_CONFIG
 
 from refengine.config import parse_config, read_config
 from refengine.errors import ConfigError
 from refengine.rope import Rope, yarn_attention_factor
+from refengine.vectors import oracle
 
 LLAMA = {**{key: value for key, value in T_CONFIG.items() if key != "head_dim"}, "model_type": "llama"}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}

@@ -16,7 +16,7 @@ import refkernels
 
 FLOOR = re.compile(r"\bFloor (\d)\.")
 PACKAGES = {"refkernels": 1, "refengine.inspect": 7, "refengine.conformance": 7, "refengine.bench": 7, "refengine.recall": 7,
-            "refengine.backends": 7, "refengine.cli": 8}
+            "refengine.vectors": 7, "refengine.backends": 7, "refengine.cli": 8}
 PUBLIC = 7  # from here on, `import refengine` is allowed: all that it offers lies below
 
 
@@ -128,6 +128,11 @@ def _file(module: str, sources: dict[str, str]) -> str:
 
 def test_every_module_states_its_floor_and_imports_only_lower_ones():
     assert complaints(read_sources()) == []
+
+
+def test_the_second_computation_shares_nothing_with_the_first():
+    sources = read_sources()
+    assert list(imports("refengine.vectors.oracle", sources["refengine.vectors.oracle"], sources)) == []
 
 
 def test_the_whole_of_both_packages_is_read():

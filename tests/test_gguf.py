@@ -12,7 +12,6 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import oracle
 import pytest
 import tokenizers
 from gguf import GGMLQuantizationType as Type
@@ -27,6 +26,7 @@ from refengine.model import load_model, load_tokenizer
 from refengine.safetensors_file import write_safetensors
 from refengine.synth import random_tensor
 from refengine.tokenizer import load_folder_tokenizer
+from refengine.vectors import oracle
 from refengine.weights import load_weights
 from refkernels import SETS, arithmetic
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import make_goldens
 import numpy as np
-import oracle
 import pytest
 from make_goldens import CASES
 from safetensors.numpy import load_file, save_file
@@ -20,6 +19,7 @@ from refengine.loading import load
 from refengine.errors import FeedError, NonFiniteError
 from refengine.model import load_model
 from refengine.rope import Rope
+from refengine.vectors import oracle
 from refkernels import SETS, arithmetic
 
 PAGE = 4

@@ -4,11 +4,11 @@ Needs torch and transformers; where they are missing, these tests fail.
 """
 import make_goldens
 import numpy as np
-import oracle
 import pytest
 from make_goldens import CASES
 
 from refengine.model import load_model
+from refengine.vectors import oracle
 
 pytestmark = pytest.mark.peers
 

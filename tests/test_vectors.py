@@ -16,7 +16,8 @@ from refengine.loading import load
 from refengine.model import Model, load_model
 from refengine.pipelined import PipelinedEngine
 from refengine.recurrent import RecurrentCache
-from refengine.vectors import VectorsError
+from refengine.vectors import VectorsError, oracle
+from refengine.vectors.make import make, read_plan
 
 SET = Path(__file__).parent / "vectors" / "v1"
 FOUND = vectors.read(SET)
@@ -231,3 +232,73 @@ def test_transformers_gives_them_within_the_bound_of_float32(capsys):
     said = capsys.readouterr().out
     assert "79 of 88 cases as they should be, within the bounds of f32; 0 wrong, 9 could not be played" in said
     assert {line.split("(")[1].split(";")[0] for line in said.splitlines()[:-1]} == {"recurrent"}, "its cache wants one attention layer"
+
+
+# A set of a plan
+
+def plan_of(folder, *titles, **changes):
+    case = {"model": "tiny", "hunts": ["stale keys"], "why": "an edit", "source": "ours",
+            "script": [{"op": "feed", "tokens": [5, 6, 7, 8]}, {"op": "trim", "length": 2}, {"op": "feed", "tokens": [9]},
+                       {"op": "generate", "count": 2}, {"op": "trim", "length": 9}, {"op": "reset"}, {"op": "feed", "tokens": [1]}]}
+    path = folder / "plan.json"
+    path.write_text(json.dumps({"schema": "refengine-vectors-plan/1", "models": {"tiny": "models/qwen3"},
+                                "cases": [case | {"title": title} | changes for title in titles]}))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(SET / "models" / "qwen3", tmp_path / "models" / "qwen3")
+    return tmp_path
+
+
+def test_a_set_is_made_of_a_plan_and_made_again_with_the_same_ids(folder, capsys):
+    out = str(folder / "mine")
+    assert main(["vectors", "make", out, "--plan", str(plan_of(folder, "one", "two"))]) == 0
+    assert main(["vectors", "make", out, "--plan", str(plan_of(folder, "two", "three"))]) == 0
+    found = vectors.read(folder / "mine")
+    assert {id: json.loads((folder / "mine" / "ledger.json").read_text())["given"][id] for id in found.cases} == {
+        "mine-002": "two", "mine-003": "three"}
+    assert json.loads((folder / "mine" / "ledger.json").read_text())["retired"] == ["mine-001"]
+    script = found.cases["mine-002"]["script"]
+    assert [step.get("retained") for step in script] == [None, 2, None, None, 5, None, None]
+    engine = load(folder / "models" / "qwen3")
+    engine.prefill([5, 6, 9])
+    assert script[3]["ids"][0] == engine.logits.argmax() and len(script[3]["ids"]) == 2
+    capsys.readouterr()
+    assert main(["vectors", "run", out]) == 0 and "2 of 2 cases as they should be, in bits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"hunts": []}, "case 'one': hunts is missing"), ({"why": 3}, "why is missing, or not a str"),
+    ({"model": "big"}, "there is no model 'big'"), ({"script": [{"op": "trim", "length": 1}]}, "a script begins with a feed"),
+    ({"script": [{"op": "feed", "tokens": [1], "note": 1}]}, "is not known"),
+    ({"script": [{"op": "feed", "tokens": [1]}, {"op": "jump"}]}, "is not known"),
+    ({"script": [{"op": "feed", "tokens": [96]}]}, "step 1: "), ({"script": [{"op": "feed", "tokens": []}]}, "needs numbers"),
+    ({"script": [{"op": "feed", "tokens": [1]}, {"op": "trim", "length": -1}]}, "needs numbers"),
+    ({"script": [{"op": "feed", "tokens": [1]}, {"op": "generate", "count": "x"}]}, "needs numbers")])
+def test_a_plan_that_is_not_right_is_refused_and_nothing_is_written(folder, changes, says):
+    with pytest.raises(VectorsError) as caught:
+        make(read_plan(plan_of(folder, "one", **changes)), folder / "mine")
+    assert says in str(caught.value) and not (folder / "mine").exists()
+
+
+def test_a_title_is_there_once_and_a_plan_is_a_plan(folder):
+    with pytest.raises(VectorsError, match="its title is there twice"):
+        make(read_plan(plan_of(folder, "one", "one")), folder / "mine")
+    for text, says in (("{", "not a plan"), ("[]", "schema is None"), ('{"schema": "refengine-vectors-plan/1"}', "models is None")):
+        (folder / "plan.json").write_text(text)
+        with pytest.raises(VectorsError, match=says):
+            read_plan(folder / "plan.json")
+    path = plan_of(folder, "one")
+    (folder / "models" / "qwen3" / "model.safetensors").unlink()
+    with pytest.raises(VectorsError, match="no model.safetensors"):
+        make(read_plan(path), folder / "mine")
+
+
+def test_a_case_on_which_two_computations_do_not_agree_is_not_written(folder, monkeypatch):
+    right = oracle.Oracle.logits
+    monkeypatch.setattr(oracle.Oracle, "logits", lambda self, ids: right(self, ids) * 1.001)
+    with pytest.raises(VectorsError, match="the two computations are .* apart, more than .*; nothing is written"):
+        make(read_plan(plan_of(folder, "one")), folder / "mine")
+    assert not (folder / "mine").exists()

@@ -151,10 +151,11 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--html", metavar="FILE.html", help="the report as a page")
     check.set_defaults(run=_command("validate"))
 
-    vectors = commands.add_parser("vectors", help="golden vectors: check a set of them, or play them on a backend")
-    vectors.add_argument("action", choices=("lint", "run"))
+    vectors = commands.add_parser("vectors", help="golden vectors: make a set of a plan, check one, or play one on a backend")
+    vectors.add_argument("action", choices=("make", "lint", "run"))
     vectors.add_argument("folder", metavar="FOLDER", help="as tests/vectors/v1")
     vectors.add_argument("--backend", default="refengine", metavar="NAME[:option=value,...]", help="as of validate (default %(default)s)")
+    vectors.add_argument("--plan", metavar="PLAN.json", help="of make: models and scripts (tests/vectors/README.md)")
     vectors.set_defaults(run=_command("vectors"))
 
     recall = commands.add_parser("recall", help="does a model answer from its conversation? Dialogues with held-out facts")

@@ -1,14 +1,23 @@
-"""refengine vectors: golden vectors, checked and played. Floor 8."""
+"""refengine vectors: golden vectors, made, checked and played. Floor 8."""
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
 from refengine import vectors
+from refengine.errors import RefengineError
 from refengine.validate import open_subject
+from refengine.vectors.make import make, read_plan
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.action == "make":
+        if not arguments.plan:
+            raise RefengineError("vectors make needs --plan PLAN.json")
+        plan = read_plan(Path(arguments.plan))
+        count = make(plan, Path(arguments.folder), on_case=lambda title: print(f"{title} ..."))
+        print(f"{arguments.folder}: {count} cases, each computed twice")
+        return 0
     found = vectors.read(Path(arguments.folder))
     if arguments.action == "lint":
         print(f"{found.folder}: {len(found.cases)} cases of {len({case['model'] for case in found.cases.values()})} models, in order")

@@ -1,8 +1,9 @@
-"""The truth for tests: Qwen3, Qwen2, Llama and Qwen3.5 in float64, as plainly as they can be written. Floor 9.
+"""A second computation: Qwen3, Qwen2, Llama and Qwen3.5 in float64, as plainly as they can be written. Floor 1.
 
 Written from the papers (RMSNorm 2019, RoPE 2021, SwiGLU 2020, GQA 2023, YaRN 2023, Llama 3.1, delta nets 2024) and
-from what Hugging Face's checkpoints mean. It shares nothing with refengine or refkernels: it reads config.json and the tensors by itself,
-keeps no cache, and computes every position of every head in a loop.
+from what Hugging Face's checkpoints mean. It shares nothing with the rest of refengine, nor with refkernels: it reads
+config.json and the tensors by itself, keeps no cache, and computes every position of every head in a loop. Vectors and
+goldens are made of it, and tests compare with it.
 """
 import json
 import math
